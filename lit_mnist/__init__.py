@@ -1,0 +1,36 @@
+"""lit-mnist: one model, many machines, with PyTorch Lightning.
+
+Names are imported when first used, so that importing the package costs nothing and configures nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_mnist.data import MNISTDataModule
+    from lit_mnist.model import ToyModel
+    from lit_mnist.module import LitMNIST
+
+__all__ = ["LitMNIST", "MNISTDataModule", "ToyModel", "main"]
+
+_HOMES = {"LitMNIST": "module", "MNISTDataModule": "data", "ToyModel": "model"}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: What would be typed after `lit-mnist`, e.g. `["fit", "--trainer.max_epochs", "1"]`. None: `sys.argv[1:]`.
+
+    Raises:
+        SystemExit: With status 2 for what the user typed and 1 for a run that failed, after one line on stderr.
+    """
+    from lit_mnist.cli import run
+
+    run(args)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"lit_mnist.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'lit_mnist' has no attribute {name!r}")

@@ -1,0 +1,76 @@
+"""The run's metrics.csv: one row a logged step or evaluation, appended as it happens."""
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+class MetricsCSV(Logger):
+    """Appends each row to `<folder>/metrics.csv` at once; an existing file is continued.
+
+    Columns are `step` (optimiser steps before the row's own, so the first is 0), `epoch`, then the metrics in the order
+    they first came; a new one widens the file.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.path = folder / "metrics.csv"
+        self.columns: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """Empty: files go straight into `save_dir`."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty: files go straight into `save_dir`."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.path.parent)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append one row."""
+        row = {"step": step, **metrics}
+        if not self.columns and self.path.exists():
+            self.columns = list(read_rows(self.path)[0])
+        if not set(row) <= set(self.columns):
+            rows = read_rows(self.path)[1] if self.path.exists() else []
+            self.columns += [name for name in dict.fromkeys(("step", "epoch", *row)) if name not in self.columns]
+            write_rows(self.path, self.columns, rows)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+
+
+def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and rows of a metrics.csv."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        return list(reader.fieldnames or []), rows
+
+
+def write_rows(path: Path, columns: list[str], rows: list[dict[str, str]]) -> None:
+    """Replace a metrics.csv whole."""
+    temporary = path.with_suffix(".partial")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)

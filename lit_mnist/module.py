@@ -1,0 +1,183 @@
+"""LitMNIST: the LightningModule around a network: loss, metrics, optimiser, and what a checkpoint holds."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lit_mnist.batch import Batch
+from lit_mnist.errors import UserError
+from lit_mnist.model import ToyModel
+
+CHECKPOINT_FORMAT = 1
+
+
+class LitMNIST(LightningModule):
+    """A classifier of 28x28 pictures, trained with cross-entropy.
+
+    Logs `train_loss` every `log_every_n_steps` steps (the mean over the step's global batch, before the step), and
+    `val_loss`, `val_acc`, `val_samples` (and the same with `test_`) after each evaluation: sums over all samples of all
+    ranks, so they do not depend on how the data were cut.
+
+    Args:
+        network: Maps images (B, 28, 28) float to logits (B, num_classes). None: `ToyModel()`.
+        optimizer: Called with the parameters. None: the seed's Adam (lr 0.001), in torch's fused form.
+        lr_scheduler: Called with the optimiser. None: the learning rate stays.
+        lr_interval: Whether the schedule advances every `epoch` or every optimiser `step`.
+        num_classes: Classes, and logits per sample.
+        mean: Of the pixels scaled to 0 ... 1; subtracted. MNIST's training set has 0.1307.
+        std: Of the same; divided by. MNIST's training set has 0.3081.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_interval: Literal["epoch", "step"] = "epoch",
+        num_classes: int = 10,
+        mean: float = 0.1307,
+        std: float = 0.3081,
+    ) -> None:
+        super().__init__()
+        self.network = ToyModel() if network is None else network
+        self.optimizer = partial(torch.optim.Adam, fused=True) if optimizer is None else optimizer
+        self.lr_scheduler = lr_scheduler
+        # A checkpoint holds plain hyperparameters: the command line's class paths, but no objects of a script.
+        network = optimizer = lr_scheduler = None
+        self.save_hyperparameters(logger=False)
+        self.lr_interval = lr_interval
+        self.mean = mean
+        self.std = std
+        self.val_metrics = _Metrics(num_classes)
+        self.test_metrics = _Metrics(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of images (B, ...): uint8 pixels are normalised, floating point is taken as it is."""
+        if images.dtype == torch.uint8:
+            images = (images.to(self.dtype) - 255 * self.mean) / (255 * self.std)
+        logits: Tensor = self.network(images)
+        return logits
+
+    def training_step(self, batch: Batch | tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """This rank's share of the loss; its mean over the ranks is the mean over the global batch."""
+        images, labels = batch
+        scale = batch.scale if isinstance(batch, Batch) else 1 / len(labels)
+        return F.cross_entropy(self(images), labels, reduction="sum") * scale
+
+    def validation_step(self, batch: Batch | tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Add a batch to `val_loss`, `val_acc` and `val_samples`."""
+        self._evaluate("val", self.val_metrics, batch)
+
+    def test_step(self, batch: Batch | tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Add a batch to `test_loss`, `test_acc` and `test_samples`."""
+        self._evaluate("test", self.test_metrics, batch)
+
+    def predict_step(self, batch: Batch | tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
+        """Probabilities (B, num_classes)."""
+        images = batch if isinstance(batch, Tensor) else next(iter(batch))
+        return self(images).softmax(dim=1)
+
+    def configure_optimizers(self) -> Any:
+        """The optimiser, and the schedule where there is one."""
+        optimizer = self.optimizer(_trainable(self.parameters()))
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = self.lr_scheduler(optimizer)
+        config = {"scheduler": scheduler, "interval": self.lr_interval}
+        if hasattr(scheduler, "monitor"):
+            config["monitor"] = scheduler.monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What logs `train_loss`."""
+        return [_TrainLoss()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Number the format."""
+        checkpoint["lit_mnist_format"] = CHECKPOINT_FORMAT
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what is not a checkpoint of this network.
+
+        Raises:
+            UserError: If the format is unknown, or a tensor's shape differs (both are named).
+        """
+        found = checkpoint.get("lit_mnist_format")
+        if found != CHECKPOINT_FORMAT:
+            raise UserError(
+                f"the checkpoint has lit-mnist format {found}, and this version reads {CHECKPOINT_FORMAT}: "
+                "use the version that wrote it"
+            )
+        theirs, ours = checkpoint["state_dict"], self.state_dict()
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            a, b = (tuple(state[name].shape) if name in state else "absent" for state in (theirs, ours))
+            if a != b:
+                raise UserError(
+                    f"the checkpoint is of another architecture: {name} is {a} in it and {b} in this model; "
+                    "give --model.network (network= in Python) as in the run that wrote it"
+                )
+
+    def _evaluate(self, stage: str, metrics: "_Metrics", batch: Batch | tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        # A rank may have no sample of a global batch, which not every network takes.
+        logits = self(images) if len(labels) else torch.zeros((0, metrics.num_classes), device=self.device)
+        metrics.loss.update(F.cross_entropy(logits, labels, reduction="none"))
+        metrics.acc.update(logits, labels)
+        metrics.samples.update(len(labels))
+        for name, metric in metrics.named_children():
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=name == "acc")
+
+
+class _Metrics(nn.Module):
+    """Sums over samples and ranks: mean loss, accuracy (micro), and how many samples there were."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.loss = MeanMetric()
+        self.acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.samples = SumMetric()
+
+
+class _TrainLoss(Callback):
+    """Logs `train_loss`.
+
+    A callback, because the row has to be written before a checkpoint of the same step is: Lightning runs checkpoint
+    callbacks after all others and writes what `training_step` logs after those.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.parts = []
+        self.step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.parts.append(outputs["loss"])  # already divided by accumulate_grad_batches
+        if trainer.global_step == self.step:
+            return
+        self.step = trainer.global_step
+        parts, self.parts = self.parts, []
+        if self.step % trainer.log_every_n_steps:
+            return
+        loss = trainer.strategy.reduce(torch.stack(parts).sum(), reduce_op="mean")
+        self.log("train_loss", loss, prog_bar=True, logger=False)
+        for logger in trainer.loggers:
+            # Lightning numbers the rows of a step from 0, and its evaluation rows with it.
+            logger.log_metrics({"train_loss": float(loss), "epoch": trainer.current_epoch}, step=self.step - 1)
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
