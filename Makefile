@@ -8,7 +8,7 @@ fit: .venv/installed  ## train ToyModel on MNIST with the seed's recipe, and tes
 	$(BIN)/lit-mnist fit --config configs/mnist.yaml
 
 test: .venv/installed  ## the tests that fit in ten minutes
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2
 
 test-slow: .venv/installed  ## the ones that do not
 	$(BIN)/pytest -m slow

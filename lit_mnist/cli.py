@@ -1,28 +1,31 @@
 """The command line: LightningCLI's fit, validate, test and predict, with the run's folder, plan and result around."""
 
-import difflib
 import errno
 import inspect
 import logging
-import re
+import signal
 import sys
+import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lit_mnist.checkpoints import AtomicCheckpointIO, checkpoint_callbacks, load_checkpoint
+from lit_mnist.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from lit_mnist.data import MNISTDataModule
-from lit_mnist.errors import RunError, UserError
-from lit_mnist.launch import require_devices
+from lit_mnist.errors import RunError, UserError, is_lightnings, one_line, user_mistakes
+from lit_mnist.launch import require_devices, slurm_environment
 from lit_mnist.module import LitMNIST
 from lit_mnist.predictions import PredictionWriter
+from lit_mnist.rehearsal import rehearse
 from lit_mnist.report import Report, progress_bar
-from lit_mnist.resume import RunFolder
+from lit_mnist.resume import RunFolder, Start, find_start, is_finished
 
 _PARSER = {"default_env": True, "env_prefix": "LIT_MNIST", "allow_abbrev": False}
 
@@ -38,6 +41,7 @@ def run(args: list[str] | None) -> None:
             "(?s).*JsonargparseDeprecationWarning",  # ... and what jsonargparse does:
             "(?s).*was deprecated in v4",  # the first such warning reads otherwise than the next
             ".*callbacks used to create the checkpoint.*",  # evaluation needs none of a training's callbacks
+            ".*Checkpoint directory .* exists and is not empty",  # a run that is continued
             ".*dirpath has changed.*",  # each run has its folder, also when it starts from another's checkpoint
         ):
             warnings.filterwarnings("ignore", pattern)
@@ -67,16 +71,26 @@ def run(args: list[str] | None) -> None:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             _exit(1, f"{error.filename or 'a file of the run'} cannot be written ({error.strerror})")
+        except Exception as error:
+            if not is_lightnings(error):
+                raise
+            _exit(2, str(error))
+        finally:
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()  # or its threads may abort the exit
 
 
 class _Trainer(Trainer):
-    """Lightning's Trainer, reading checkpoints as plain data; its methods' docstrings are the commands' help."""
+    """Lightning's Trainer: devices, precision, length of the run, and much more."""
+
+    # It reads checkpoints as plain data, and the first lines of its methods are the commands' help.
 
     def fit(self, *args: Any, ckpt_path: str | None = None, **kwargs: Any) -> None:
         """Train on the training images, validate after each epoch, and test the best checkpoint at the end.
 
         Args:
-            ckpt_path: A checkpoint to go on from. What is typed wins over the hyperparameters in it.
+            ckpt_path: A checkpoint's file to start from, in a new run; `last`: go on with the newest run, in its folder
+                (begin, where there is none). What is typed wins over the hyperparameters in it.
         """
         super().fit(*args, **_plain(kwargs), ckpt_path=ckpt_path)
 
@@ -84,7 +98,7 @@ class _Trainer(Trainer):
         """Loss and accuracy of a checkpoint on the images held out for validation.
 
         Args:
-            ckpt_path: The checkpoint. None: weights as they are before training.
+            ckpt_path: The checkpoint's file; `last`: the newest of the newest run. None: untrained weights.
         """
         return super().validate(*args, **_plain(kwargs), ckpt_path=ckpt_path, verbose=False)
 
@@ -92,7 +106,7 @@ class _Trainer(Trainer):
         """Loss and accuracy of a checkpoint on the 10,000 official test images.
 
         Args:
-            ckpt_path: The checkpoint. None: weights as they are before training.
+            ckpt_path: The checkpoint's file; `last`: the newest of the newest run. None: untrained weights.
         """
         return super().test(*args, **_plain(kwargs), ckpt_path=ckpt_path, verbose=False)
 
@@ -100,7 +114,7 @@ class _Trainer(Trainer):
         """Write predictions.csv: each test image's digit and ten probabilities, by a checkpoint.
 
         Args:
-            ckpt_path: The checkpoint. None: weights as they are before training.
+            ckpt_path: The checkpoint's file; `last`: the newest of the newest run. None: untrained weights.
         """
         return super().predict(*args, **_plain(kwargs), ckpt_path=ckpt_path, return_predictions=False)
 
@@ -115,11 +129,12 @@ class _CommandLine(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.subparsers: list[LightningArgumentParser] = []
         self.ckpt_path: str | None = None
-        self.checkpoint: dict[str, Any] | None = None
+        self.start = Start()
         super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.subparsers.append(parser)
+        parser.add_class_arguments(LastCheckpoint, "checkpoint")
         parser.set_defaults(
             {
                 "model.network": {"class_path": "lit_mnist.ToyModel"},
@@ -129,90 +144,131 @@ class _CommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; given a checkpoint, again with its hyperparameters as defaults, so that what is typed wins."""
-        self.config = parser.parse_args(args)
-        options = self.config[self.config.subcommand]
-        self.ckpt_path = options.ckpt_path
-        if self.ckpt_path is not None:
-            self.checkpoint = load_checkpoint(self.ckpt_path)
-            hyperparameters = {k: v for k, v in self.checkpoint["hyper_parameters"].items() if k != "_instantiator"}
-            subparser = self.subparsers[list(self.subcommands()).index(self.config.subcommand)]
-            try:
-                subparser.set_defaults({f"model.{name}": value for name, value in hyperparameters.items()})
-            except KeyError as error:
-                raise UserError(
-                    f"ckpt_path={self.ckpt_path}: its hyperparameter {error} is not one of LitMNIST's: use another"
-                ) from None
+        with user_mistakes():
             self.config = parser.parse_args(args)
-        # Lightning would let the checkpoint's hyperparameters override what was typed.
-        self.config[self.config.subcommand].ckpt_path = None
+            options = self.config[self.config.subcommand]
+            self.ckpt_path = options.ckpt_path
+            self.start = find_start(self.ckpt_path, Path(options.trainer.default_root_dir))
+            if self.start.checkpoint is not None:
+                self._set_defaults(self.start.checkpoint["hyper_parameters"])
+                self.config = parser.parse_args(args)
+            # Lightning would let the checkpoint's hyperparameters override what was typed.
+            self.config[self.config.subcommand].ckpt_path = None
+            seed = options.seed_everything
+            if not isinstance(seed, bool) and not 0 <= seed < 2**32:
+                raise UserError(f"seed_everything={seed}: expected 0 ... {2**32 - 1}")
+
+    def _set_defaults(self, hyperparameters: dict[str, Any]) -> None:
+        subparser = self.subparsers[list(self.subcommands()).index(self.config.subcommand)]
+        for name, value in hyperparameters.items():
+            if name != "_instantiator":
+                try:
+                    subparser.set_defaults({f"model.{name}": value})
+                except KeyError:
+                    raise UserError(
+                        f"ckpt_path={self.start.path}: LitMNIST has no {name}, which is in it: use another"
+                    ) from None
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
-        options.ckpt_path = self.ckpt_path
+        if self.ckpt_path != "last":  # the config saved to a folder must not mean that folder
+            options.ckpt_path = self.ckpt_path
         require_devices(options.trainer.accelerator, options.trainer.devices)
 
     def instantiate_classes(self) -> None:
-        try:
+        with user_mistakes():
             super().instantiate_classes()
-        except UserError:
-            raise
-        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
-            raise UserError(_one_line(str(error))) from error
 
     def after_instantiate_classes(self) -> None:
-        # What would fail on every rank fails here first, before other processes are started.
-        self.datamodule.check_world_size(self.trainer.world_size)
-        if self.checkpoint is not None:
-            self.model.on_load_checkpoint(self.checkpoint)
+        self.report.before(self.trainer)
+        with user_mistakes():
+            rehearse(self.model, self.datamodule, self.trainer, self.start, self.subcommand)
+        self.config_init[self.subcommand].ckpt_path = self.start.path
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
         default_loggers = given.logger in (None, True)
-        self.folder = RunFolder(Path(given.default_root_dir), default_loggers)
-        self.report = Report(self.folder, self.ckpt_path)
+        continued = self.start if self.subcommand == "fit" else replace(self.start, folder=None)
+        self.folder = RunFolder(Path(given.default_root_dir), default_loggers, continued)
+        self.report = Report(self.folder, self.start)
+        self.best: ModelCheckpoint | None = None
         callbacks = [self.folder, *_listed(given.callbacks), self.report]
         if self.subcommand == "fit":
+            callbacks.insert(0, _EndAtOnce())
             if self.datamodule.val_size == 0:
                 given.limit_val_batches = 0
             if given.enable_checkpointing is not False:
-                callbacks += checkpoint_callbacks(validates=given.limit_val_batches != 0)
+                if given.limit_val_batches != 0:
+                    self.best = ModelCheckpoint(
+                        filename="best", monitor="val_acc", mode="max", enable_version_counter=False
+                    )
+                callbacks += [*_listed(self.best), self.config_init.fit.checkpoint]
         elif self.subcommand == "predict":
-            callbacks.append(PredictionWriter(self.folder))
+            self.predictions = PredictionWriter(self.folder)
+            callbacks.append(self.predictions)
         bar = progress_bar() if given.enable_progress_bar is not False else None
         return super().instantiate_trainer(
             callbacks=callbacks + _listed(bar),
-            plugins=[*_listed(given.plugins), AtomicCheckpointIO()],
+            plugins=[*_listed(given.plugins), *_listed(slurm_environment()), AtomicCheckpointIO()],
             enable_progress_bar=bar is not None,
             enable_checkpointing=self.subcommand == "fit" and given.enable_checkpointing,
             logger=False if default_loggers else given.logger,
             **kwargs,
         )
 
+    def before_fit(self) -> None:
+        """End at once where the run to continue is finished."""
+        given = self.config_init.fit.trainer
+        checkpoint = self.start.checkpoint if self.start.folder else None
+        if checkpoint and is_finished(checkpoint, given.max_epochs, given.max_steps) and self.folder.is_tested:
+            self.report.finished(self.start)
+            sys.exit(0)
+
     def after_fit(self) -> None:
-        """Test the best checkpoint, and say what came out."""
+        """Test the best checkpoint of this run, or the last, and say what came out."""
         if self.trainer.fast_dev_run:
             return
-        written = [callback for callback in self.trainer.checkpoint_callbacks if callback.best_model_path]
-        best = written[0] if written else None
-        self.trainer.test(
-            self.model,
-            datamodule=self.datamodule,
-            ckpt_path=best and best.best_model_path,
-        )
-        self.report.result(self.trainer, best)
+        last = self.config_init.fit.checkpoint.path
+        best = self.best
+        if best is None or not best.best_model_path or Path(best.best_model_path).parent != Path(best.dirpath):
+            best = None  # none was written: no validation came, or it was another run's
+        self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best.best_model_path if best else last)
+        self.report.result(self.trainer, best, last)
+        self.folder.release()
 
     def after_validate(self) -> None:
         """Say what came out."""
         self.report.result(self.trainer)
+        self.folder.release()
 
-    after_test = after_predict = after_validate
+    after_test = after_validate
+
+    def after_predict(self) -> None:
+        """Say where the predictions are."""
+        self.report.result(self.trainer, predictions=self.predictions)
+        self.folder.release()
+
+
+class _EndAtOnce(Callback):
+    """SIGTERM ends a training process at once; what goes on later is the last checkpoint.
+
+    Lightning's handler, set before the first of these hooks, runs a collective in which it can wait for ever.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    on_sanity_check_start = on_train_start
 
 
 class _Parser(LightningArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        _exit(2, _one_line(message))
+        groups = {"trainer": Trainer, "model": LitMNIST, "data": MNISTDataModule, "checkpoint": LastCheckpoint}
+        keys = [f"{group}.{name}" for group, kind in groups.items() for name in inspect.signature(kind).parameters]
+        _exit(2, one_line(message, keys))
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -221,46 +277,11 @@ class _SaveConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         folder = next(callback for callback in trainer.callbacks if isinstance(callback, RunFolder)).path
         if folder is not None:
-            self.parser.save(self.config, folder / "config.yaml", skip_none=False)
+            self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True)
 
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _one_line(message: str) -> str:
-    """What a parser's message of many lines says: the key, the value, what would work."""
-    unknown = re.search(r"unrecognized arguments: --(\S+)|[Oo]ption '(\S+)'", message)
-    if unknown:
-        key = (unknown[1] or unknown[2]).split("=")[0]
-        groups = {"trainer": Trainer, "model": LitMNIST, "data": MNISTDataModule}
-        keys = [f"{group}.{name}" for group, kind in groups.items() for name in inspect.signature(kind).parameters]
-        close = difflib.get_close_matches(key, keys, n=1)
-        return f"unknown option {key}; " + (f"did you mean {close[0]}?" if close else "--help lists the options")
-    message = re.sub(r'^Parser key "([^"]+)":\s*', r"\1: ", message)
-    key, given = (
-        re.match(r"[\w.]+(?=: )", message),
-        re.search(r"(?:Given value|Got value|import path string): (.*)", message),
-    )
-    where = f"{key[0]}={given[1]}: " if key and given else ""
-    problem = re.search(r"Problem with given class_path '[^']+':\s*(?:- )?(.*)|callable class: (.*?)\. Got", message)
-    if problem:
-        return where + (problem[1] or problem[2])
-    reasons = re.findall(r"^\s*- ((?!Expected|Does not validate).*)", message, re.MULTILINE)
-    if reasons:
-        return where + reasons[0]
-    wanted = [
-        _kind(kind) for kind in re.findall(r"Expected an? (?!path)(.*?)(?:\. Got value.*)?$", message, re.MULTILINE)
-    ]
-    return f"{where}expected {' or '.join(dict.fromkeys(wanted))}" if where and wanted else message
-
-
-def _kind(expected: str) -> str:
-    """A type as the parser names it, in words."""
-    if expected.startswith("dot import path"):
-        return "a class path"
-    name = re.sub(r"<class '(.*)'>", r"\1", expected)
-    return {"NoneType": "null"}.get(name, name.removeprefix("typing.").removeprefix("collections.abc."))
 
 
 def _exit(status: int, message: str) -> NoReturn:

@@ -11,6 +11,8 @@ from lit_mnist.errors import UserError
 from lit_mnist.sampling import GlobalBatchSampler, Part, permutation
 from lit_mnist.sources import Samples, load_mnist
 
+_REMEDY = {"data": "give it the same data"}
+
 
 class MNISTDataModule(LightningDataModule):
     """MNIST in memory: training and validation cut from the 60,000 training images, the 10,000 test images apart.
@@ -54,6 +56,7 @@ class MNISTDataModule(LightningDataModule):
         self.split_seed = split_seed
         self.eval_batch_size = eval_batch_size
         self.splits: dict[str, Samples] = {}
+        self._consumed = 0
 
     @property
     def world_size(self) -> int:
@@ -93,14 +96,18 @@ class MNISTDataModule(LightningDataModule):
             order = permutation(size, self.split_seed)
             for name, part in (("train", order[self.val_size :]), ("val", order[: self.val_size])):
                 index = part.sort().values
-                self.splits[name] = Samples(whole.images[index], whole.labels[index])
+                self.splits[name] = Samples(whole.images[index], whole.labels[index], whole.digest)
         if stage in (None, "test", "predict") and "test" not in self.splits:
             self.splits["test"] = load_mnist("t10k")
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled by the run's seed and the epoch; with `overfit_batches`, in order."""
         overfit = bool(self.trainer and self.trainer.overfit_batches)
-        return self._loader("train", self.global_batch, shuffle=not overfit)
+        loader = self._loader("train", self.global_batch, shuffle=not overfit)
+        assert isinstance(loader.sampler, GlobalBatchSampler)
+        loader.sampler.resume_at(self._consumed)
+        self._consumed = 0
+        return loader
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
         """None or one loader over the images held out."""
@@ -114,20 +121,69 @@ class MNISTDataModule(LightningDataModule):
         """The official test set, in its order."""
         return self._eval_loader("test")
 
+    def state_dict(self) -> dict[str, int | str]:
+        """What a checkpoint holds of the data: the position in the epoch, and what it would mean nothing without."""
+        assert self.trainer is not None
+        # Inside an epoch; at its end, after its last batch, the position is the next one's beginning.
+        batches = (self.trainer.fit_loop.epoch_loop.batch_idx + 1) % max(1, self.trainer.num_training_batches)
+        return {"consumed": batches * self.global_batch, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, int | str]) -> None:
+        """Go on from the position, when fitting.
+
+        Raises:
+            UserError: If this run's seed, global batch, split or data are not the checkpoint's; both are named.
+        """
+        assert self.trainer is not None
+        if self.trainer.state.fn == "fit":
+            self.check_resumable(state_dict)
+            self._consumed = int(state_dict["consumed"])
+
+    def check_resumable(self, state_dict: dict[str, int | str]) -> None:
+        """Refuse a checkpoint of other data, or of another order of them (see `load_state_dict`)."""
+        for name, ours in self._identity().items():
+            theirs = state_dict.get(name)
+            if ours != theirs and ours is not None:
+                raise UserError(
+                    f"{name}={ours}, but the checkpoint was written with {theirs} and cannot go on with another: "
+                    f"{_REMEDY.get(name, f'give --{name} {theirs}')}, or begin a new run without --ckpt_path"
+                )
+
+    def _identity(self) -> dict[str, int | str | None]:
+        """What may not change between stop and go, under the names of the options that set it."""
+        return {
+            "data.global_batch_size": self.global_batch,
+            "data.val_size": self.val_size,
+            "data.split_seed": self.split_seed,
+            "seed_everything": self._order_seed(),
+            "data": self.splits["train"].digest if "train" in self.splits else None,
+        }
+
     def _eval_loader(self, split: str) -> DataLoader[Batch]:
         return self._loader(split, self.eval_batch_size * self.world_size, shuffle=False)
 
-    def _loader(self, split: str, global_batch: int, shuffle: bool) -> DataLoader[Batch]:
+    def _loader(self, split: str, global_batch: int, shuffle: bool) -> "_Loader":
         samples = self.splits[split]
         sampler = GlobalBatchSampler(
             len(samples.labels), global_batch, self.world_size, self.rank, self._order_seed(), shuffle
         )
-        return DataLoader(_InMemory(*samples), batch_size=None, sampler=sampler)
+        return _Loader(_InMemory(samples.images, samples.labels), batch_size=None, sampler=sampler)
 
     def _order_seed(self) -> int:
         """The run's seed, as `seed_everything` left it and Lightning's own samplers read it, the same on every rank."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         return self.trainer.strategy.broadcast(seed) if self.trainer else seed
+
+
+class _Loader(DataLoader[Batch]):
+    """A loader whose position the data module keeps: state of its own would be lost (Lightning issue 20550)."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Empty: it is here to tell Lightning that an epoch can be resumed inside."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Nothing: see `MNISTDataModule.load_state_dict`."""
 
 
 class _InMemory(Dataset[Batch]):

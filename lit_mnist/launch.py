@@ -89,6 +89,16 @@ def require_devices(accelerator: str, devices: int | str | list[int]) -> None:
         raise UserError(f"trainer.devices={devices}: this machine has {found} GPU(s); use --trainer.devices {found}")
 
 
+def slurm_environment() -> SLURMEnvironment | None:
+    """SLURM's environment where Lightning would find it, without Lightning's requeueing.
+
+    That writes a checkpoint which every later job with the same root would start from.
+    """
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
+        return SLURMEnvironment(auto_requeue=False)
+    return None
+
+
 def _backend(strategy: Strategy) -> str | None:
     if not isinstance(strategy, DDPStrategy):
         return None

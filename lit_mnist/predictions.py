@@ -44,7 +44,9 @@ class PredictionWriter(Callback):
         if self.folder.path is not None and trainer.is_global_zero:
             index, probabilities = (torch.cat(column) for column in zip(*chain.from_iterable(gathered), strict=True))
             order = index.argsort()
-            write_predictions(self.folder.path / "predictions.csv", index[order], probabilities[order])
+            path = self.folder.path / "predictions.csv"
+            write_predictions(path, index[order], probabilities[order])
+            self.path, self.count = path, len(index)
 
 
 def write_predictions(path: Path, index: Tensor, probabilities: Tensor) -> None:
@@ -56,10 +58,13 @@ def write_predictions(path: Path, index: Tensor, probabilities: Tensor) -> None:
         probabilities: (N, classes) floating point.
     """
     temporary = path.with_suffix(".partial")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["index", "digit", *(f"p{k}" for k in range(probabilities.shape[1]))])
-        digits = probabilities.argmax(dim=1)
-        for i, digit, row in zip(index.tolist(), digits.tolist(), probabilities.tolist(), strict=True):
-            writer.writerow([i, digit, *(f"{p:.6g}" for p in row)])
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["index", "digit", *(f"p{k}" for k in range(probabilities.shape[1]))])
+            digits = probabilities.argmax(dim=1)
+            for i, digit, row in zip(index.tolist(), digits.tolist(), probabilities.tolist(), strict=True):
+                writer.writerow([i, digit, *(f"{p:.6g}" for p in row)])
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -9,12 +9,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.markup import escape
 
 from lit_mnist import launch
 from lit_mnist.data import MNISTDataModule
-from lit_mnist.resume import RunFolder
+from lit_mnist.predictions import PredictionWriter
+from lit_mnist.resume import RunFolder, Start
 
 # Bars are redrawn every so many steps: each drawing costs as much as a step of a small model.
 _BAR_EVERY = 20
@@ -26,12 +28,12 @@ class Report(Callback):
 
     Args:
         folder: The run's folder.
-        checkpoint: The file the command starts from; None: from the beginning.
+        start: What the command starts from.
     """
 
-    def __init__(self, folder: RunFolder, checkpoint: str | None) -> None:
+    def __init__(self, folder: RunFolder, start: Start) -> None:
         self.folder = folder
-        self.checkpoint = checkpoint
+        self.start = start
         self.console = Console(highlight=False)
         self.planned = False
         self.samples = 0
@@ -42,6 +44,7 @@ class Report(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._plan(trainer, pl_module)
+        self._start_clock(trainer)  # a run that goes on inside an epoch does not come by its start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -69,6 +72,9 @@ class Report(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_clock()
+        loss = trainer.callback_metrics.get("train_loss")
+        if loss is not None and not loss.isfinite() and trainer.is_global_zero:
+            self.warn(f"train_loss is {loss:.4f}: a smaller --model.optimizer.lr may help")
         if not (self.console.is_terminal and trainer.progress_bar_callback) and trainer.is_global_zero:
             samples, seconds = self.samples - self._epoch_from[0], self.seconds - self._epoch_from[1]
             metrics = "".join(
@@ -83,20 +89,50 @@ class Report(Callback):
                 soft_wrap=True,
             )
 
-    def result(self, trainer: Trainer, best: ModelCheckpoint | None = None) -> None:
+    def finished(self, start: Start) -> None:
+        """Say that the run to continue has nothing left to do."""
+        self.console.print(
+            f"{_shown(start.folder)} is finished, at step {start.step:,}; a larger --trainer.max_epochs extends it",
+            soft_wrap=True,
+        )
+
+    def before(self, trainer: Trainer) -> None:
+        """Say on rank 0, before the processes meet, what is worth a warning."""
+        if rank_zero_only.rank:
+            return
+        for line in self.start.damaged:
+            going_on = _shown(self.start.path) if self.start.path else "the beginning"
+            self.warn(f"{line}; going on from {going_on}")
+        for line in launch.warnings(launch.describe(trainer)):
+            self.warn(line)
+
+    def warn(self, line: str) -> None:
+        """Print a warning."""
+        self.console.print(f"[yellow]warning:[/] {escape(line)}", soft_wrap=True)
+
+    def result(
+        self,
+        trainer: Trainer,
+        best: ModelCheckpoint | None = None,
+        last: Path | None = None,
+        predictions: PredictionWriter | None = None,
+    ) -> None:
         """Print what a command came to.
 
         Args:
             trainer: The run's.
-            best: What wrote the checkpoint that a fit tested; None where none was written.
+            best: What wrote the best checkpoint of a fit; None where none was written.
+            last: The last checkpoint of a fit, tested where there is no best one.
+            predictions: What wrote a prediction's file.
         """
         if not trainer.is_global_zero:
             return
         rows = {}
         if best is not None:
             rows["best checkpoint"] = _shown(best.best_model_path)
-        if best is not None and best.best_model_score is not None:
             rows["val_acc"] = f"{best.best_model_score:.4f} over {self.val_samples:,} samples"
+        elif last is not None:
+            rows["last checkpoint"] = _shown(last)
         metrics = trainer.callback_metrics
         for stage in ("val", "test"):
             if f"{stage}_acc" in metrics and trainer.state.fn != "fit":
@@ -106,9 +142,13 @@ class Report(Callback):
         if self.samples:
             speed = self.samples / self.seconds
             rows["training"] = f"{self.samples:,} samples in {self.seconds:.1f} s = {speed:,.0f} samples/s"
+        if predictions is not None and predictions.path is not None:
+            rows["predictions"] = f"{_shown(predictions.path)}, {predictions.count:,} rows"
         if self.folder.path is not None:
-            files = [name for name in sorted(os.listdir(self.folder.path)) if ".tfevents." not in name]
+            hidden = {"hparams.yaml", "lock"}
+            files = [f for f in sorted(os.listdir(self.folder.path)) if f not in hidden and ".tfevents." not in f]
             rows["run folder"] = f"{_shown(self.folder.path)} ({', '.join(files)})"
+        if self.folder.default_loggers and trainer.loggers:
             rows["curves"] = f"tensorboard --logdir {_shown(self.folder.root)}"
         self.print_table("result", rows)
 
@@ -136,11 +176,11 @@ class Report(Callback):
             "parameters": f"{sum(p.numel() for p in pl_module.parameters()):,}",
             **_data_rows(trainer),
             "run folder": _shown(self.folder.path) if self.folder.path else "none (fast_dev_run)",
-            "starts from": self.checkpoint or _START[trainer.state.fn == "fit"],
+            "starts from": f"step {self.start.step:,} of {_shown(self.start.path)}"
+            if self.start.path
+            else _START[trainer.state.fn == "fit"],
         }
         self.print_table("plan", rows)
-        for line in launch.warnings(run):
-            self.console.print(f"[yellow]warning:[/] {escape(line)}", soft_wrap=True)
 
     def print_table(self, title: str, rows: Mapping[str, str]) -> None:
         """Print names and values in two columns under a title."""

@@ -27,11 +27,14 @@ class Part:
     scale: float
 
 
+def derived_seed(*key: int) -> int:
+    """A seed for a torch generator, 64 bits, that depends on the numbers of `key` alone; another key, another seed."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little", signed=True)
+
+
 def permutation(size: int, *key: int) -> Tensor:
     """A random order of 0 ... size-1, (size,) int64, that depends on `size` and the numbers of `key` alone."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.randperm(size, generator=generator)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(derived_seed(*key)))
 
 
 class GlobalBatchSampler(DistributedSampler[Part], SequentialSampler):
@@ -57,14 +60,21 @@ class GlobalBatchSampler(DistributedSampler[Part], SequentialSampler):
         DistributedSampler.__init__(self, _Sized(size), world_size, rank, shuffle=shuffle, seed=seed)
         self.size = size
         self.global_batch = global_batch
+        self.skip = 0
+
+    def resume_at(self, consumed: int) -> None:
+        """Leave out, in the next epoch iterated and in no other, the first `consumed` samples: whole global batches."""
+        self.skip = consumed // self.global_batch
 
     def __len__(self) -> int:
+        """Parts of a whole epoch, also when the next one starts inside it: Lightning counts from its beginning."""
         return -(-self.size // self.global_batch)
 
     def __iter__(self) -> Iterator[Part]:  # type: ignore[override]  # SequentialSampler's are int
         # A generator: Lightning calls iter() before set_epoch() when it resumes; the order is made at the first next().
         order = permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size)
-        for batch in order.split(self.global_batch):
+        skip, self.skip = self.skip, 0
+        for batch in order.split(self.global_batch)[skip:]:
             start, stop = (len(batch) * rank // self.num_replicas for rank in (self.rank, self.rank + 1))
             yield Part(batch[start:stop], self.num_replicas / len(batch))
 

@@ -26,10 +26,12 @@ class Samples(NamedTuple):
     Attributes:
         images: (N, 28, 28) uint8.
         labels: (N,) int64.
+        digest: Names their content: the SHA-256 of the images' file and the labels' file, in hexadecimal.
     """
 
     images: Tensor
     labels: Tensor
+    digest: str
 
 
 def load_mnist(split: Literal["train", "t10k"]) -> Samples:
@@ -38,9 +40,10 @@ def load_mnist(split: Literal["train", "t10k"]) -> Samples:
     Raises:
         RunError: If a file is missing, or its content is not MNIST's.
     """
-    images = _read(f"{split}-images-idx3-ubyte", header=16).view(-1, 28, 28)
-    labels = _read(f"{split}-labels-idx1-ubyte", header=8).long()
-    return Samples(images, labels)
+    names = f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"
+    images = _read(names[0], header=16).view(-1, 28, 28)
+    labels = _read(names[1], header=8).long()
+    return Samples(images, labels, " ".join(_SHA256[name] for name in names))
 
 
 def _read(name: str, header: int) -> Tensor:

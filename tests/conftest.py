@@ -12,6 +12,9 @@ from lit_mnist import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
+# For processes of their own: one thread each, and the class paths of these tests.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+
 Command = Callable[..., str]
 
 
@@ -63,7 +66,7 @@ def start(*args: str, cwd: Path, launcher: tuple[str, ...] = (), **env: str) -> 
     return subprocess.run(
         [*run, "-m", "lit_mnist", *args],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, **ENVIRONMENT, **env},
         capture_output=True,
         text=True,
         timeout=240,

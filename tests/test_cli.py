@@ -14,6 +14,7 @@ import yaml
 from lit_mnist import LitMNIST
 from lit_mnist.sources import load_mnist
 from tests.conftest import CONFIGS, Command
+from tests.stops import StoppedError
 
 SMOKE = ("--config", str(CONFIGS / "smoke.yaml"))
 
@@ -141,7 +142,7 @@ def test_val_size_0_trains_on_all_60000(command: Command) -> None:
     assert "samples 60,000 train" in said
     assert "training 60,000 samples in" in said
     assert not Path("runs/version_0/checkpoints/best.ckpt").exists()
-    assert "best checkpoint runs/version_0/checkpoints/last.ckpt" in said
+    assert "last checkpoint runs/version_0/checkpoints/last.ckpt" in said
 
 
 @pytest.mark.parametrize(("stage", "samples"), [("validate", "val_acc"), ("test", "test_acc")])
@@ -217,7 +218,10 @@ def test_fast_dev_run_leaves_nothing(command: Command) -> None:
         ("fit --trainer.max_epochs three", "2 trainer.max_epochs=three: expected int or null"),
         ("fit --data.batch_size x", "2 data.batch_size=x: expected int"),
         ("fit --model.lr_interval day", "2 model.lr_interval=day: expected Literal['epoch', 'step']"),
-        ("fit --model.network no.Such", "2 model.network=no.Such: No module named 'no'"),
+        (
+            "fit --model.network no.Such",
+            "2 model.network=no.Such: No module named 'no'; is the folder it is in on PYTHONPATH?",
+        ),
         ("fit --model.optimizer SGDD", "2 model.optimizer=SGDD: expected a class path"),
         ("fit --model.network.hidden_layers 0", "2 ToyModel: hidden_layers must be at least 1, got 0"),
         ("fit --data.batch_size 0", "2 data.batch_size must be at least 1, got 0"),
@@ -237,9 +241,50 @@ def test_fast_dev_run_leaves_nothing(command: Command) -> None:
         ("fit --trainer.default_root_dir /proc/none", "2 trainer.default_root_dir=/proc/none cannot be written"),
         ("train", "2 argument subcommand: invalid choice: 'train' (choose from"),
         ("test --ckpt_path none.ckpt", "2 ckpt_path=none.ckpt: no such file"),
+        ("test --ckpt_path .", "2 ckpt_path=.: a folder, not a file"),
+        (
+            "test --ckpt_path empty.ckpt",
+            "2 ckpt_path=empty.ckpt: not a whole checkpoint (the file is empty, cut off or of",
+        ),
+        (
+            "test --ckpt_path foreign.ckpt",
+            "2 ckpt_path=foreign.ckpt: not a checkpoint of lit-mnist (state_dict and hyper",
+        ),
+        ("test --ckpt_path odd.ckpt", "2 ckpt_path=odd.ckpt: not a checkpoint of lit-mnist (state_dict and hyper"),
+        ("fit --ckpt_path bare.ckpt", "2 ckpt_path=bare.ckpt holds weights alone, from which no training can go on"),
+        ("test --ckpt_path elsewhere.ckpt", "2 No module named 'mine'; is the folder it is in on PYTHONPATH?"),
+        (
+            "fit --ckpt_path whole.ckpt --trainer.max_epochs 1",
+            "2 ckpt_path=whole.ckpt is of step 20, where trainer.max_epochs=1 and trainer.max_steps=-1 end",
+        ),
+        (
+            "fit --ckpt_path whole.ckpt --model.optimizer torch.optim.SGD",
+            "2 model.optimizer.class_path=torch.optim.SGD, but the checkpoint was written with torch.optim.Adam",
+        ),
+        ("fit --trainer 3", "2 "),
+        ("fit --config binary.yaml", "2 "),
+        ("fit --seed_everything -1", "2 seed_everything=-1: expected 0 ... 4294967295"),
+        ("fit --model.std 0", "2 model.std=0.0: expected a finite number above 0"),
+        (
+            "fit --model.optimizer.lr -1",
+            "2 model.optimizer or model.lr_scheduler cannot be made: Invalid learning rate: -1",
+        ),
+        (
+            "fit --model.lr_scheduler torch.optim.lr_scheduler.ReduceLROnPlateau",
+            "2 ",
+        ),
+        (
+            "fit --model.network.in_features 100",
+            "2 model.network must map images (B, 28, 28) float to logits (B, classes) for 10 classes or more; on two",
+        ),
+        (
+            "fit --model.network.num_classes 7",
+            "2 model.network must map images (B, 28, 28) float to logits (B, classes)",
+        ),
+        ("validate --data.val_size 0", "2 data.val_size=0 holds no images out: there is nothing to validate"),
         ("test --ckpt_path text.ckpt", "2 ckpt_path=text.ckpt: not a whole checkpoint ("),
-        ("test --ckpt_path cut.ckpt", "2 ckpt_path=cut.ckpt: not a whole checkpoint (PytorchStreamReader failed"),
-        ("fit --ckpt_path cut.ckpt", "2 ckpt_path=cut.ckpt: not a whole checkpoint (PytorchStreamReader failed"),
+        ("test --ckpt_path cut.ckpt", "2 ckpt_path=cut.ckpt: not a whole checkpoint (the file is empty, cut off or"),
+        ("fit --ckpt_path cut.ckpt", "2 ckpt_path=cut.ckpt: not a whole checkpoint (the file is empty, cut off or"),
         ("test --ckpt_path list.ckpt", "2 ckpt_path=list.ckpt: not a checkpoint of lit-mnist ("),
         ("test --ckpt_path newer.ckpt", "2 the checkpoint has lit-mnist format 2, and this version reads 1"),
         (
@@ -255,7 +300,16 @@ def test_a_mistake_is_one_line(arguments: str, line: str, refused: Command, trai
     (tmp_path / "text.ckpt").write_text("hello")
     (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:100_000])
     (tmp_path / "whole.ckpt").write_bytes(whole.read_bytes())
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(128, 256)))
     torch.save([1], tmp_path / "list.ckpt")
+    torch.save({"model": {}}, tmp_path / "foreign.ckpt")
+    content = torch.load(whole, weights_only=True)
+    torch.save({**content, "hyper_parameters": "none"}, tmp_path / "odd.ckpt")
+    parts = ("state_dict", "hyper_parameters", "pytorch-lightning_version", "lit_mnist_format")
+    torch.save({name: content[name] for name in parts}, tmp_path / "bare.ckpt")
+    hyperparameters = {**content["hyper_parameters"], "network": {"class_path": "mine.Net", "init_args": {}}}
+    torch.save({**content, "hyper_parameters": hyperparameters}, tmp_path / "elsewhere.ckpt")
     torch.save({**torch.load(whole, weights_only=True), "lit_mnist_format": 2}, tmp_path / "newer.ckpt")
     assert refused(*arguments.split()).startswith(line)
 
@@ -269,7 +323,7 @@ def test_a_damaged_data_file_is_one_line_and_status_1(
     assert "is missing: install lit-mnist again" in line
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(trained: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(trained: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk: the write fails half-way, as on a full one."""
     checkpoints = tmp_path / "runs" / "version_0" / "checkpoints"
     code = (
@@ -285,3 +339,54 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(trained: Path, tm
     assert "best.ckpt cannot be written" in line
     assert "File too large" in line
     assert list(checkpoints.iterdir()) == []
+
+
+def test_what_lightning_refuses_later_is_one_line_too(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("fit", *SMOKE, "--trainer.val_check_interval", "50")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lit-mnist: error: `val_check_interval` (50) must be less than or equal")
+
+
+def test_a_failure_in_a_users_code_keeps_its_traceback(command: Command) -> None:
+    stop = ("--trainer.callbacks+=tests.stops.StopAt", "--trainer.callbacks.hook", "on_train_batch_end")
+    with pytest.raises(StoppedError):
+        command("fit", *SMOKE, *stop, "--trainer.callbacks.step", "3")
+
+
+def test_results_are_of_the_runs_own_best_checkpoint(command: Command) -> None:
+    """Not of a checkpoint callback that a user adds, which may watch something else."""
+    added = (
+        "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
+        "--trainer.callbacks.monitor",
+        "val_loss",
+    )
+    said = " ".join(command("fit", *SMOKE, *added, "--trainer.callbacks.dirpath", "own").split())
+    assert "best checkpoint runs/version_0/checkpoints/best.ckpt val_acc 0.7" in said
+    assert len(list(Path("own").iterdir())) == 1
+
+
+def test_a_run_without_validation_in_time_keeps_its_last_checkpoint(command: Command) -> None:
+    said = " ".join(command("fit", *SMOKE, "--trainer.check_val_every_n_epoch", "5").split())
+    assert "last checkpoint runs/version_0/checkpoints/last.ckpt test_acc" in said
+
+
+def test_a_checkpoint_from_another_folder_starts_a_new_run(command: Command, trained: Path) -> None:
+    last = str(trained / "checkpoints" / "last.ckpt")
+    said = " ".join(command("fit", *SMOKE, "--trainer.max_epochs", "2", "--ckpt_path", last).split())
+    assert "starts from step 20 of" in said
+    assert "best checkpoint runs/version_0/checkpoints/best.ckpt" in said
+
+
+def test_a_loss_that_is_not_a_number_is_said(command: Command) -> None:
+    said = command("fit", *SMOKE, "--model.optimizer.lr", "1e30")
+    assert "warning: train_loss is nan: a smaller --model.optimizer.lr may help" in said
+
+
+def test_surroundings_that_promise_more_are_said_before_the_plan(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first, *_ = command("fit", *SMOKE).splitlines()
+    assert first.startswith("warning: WORLD_SIZE=2, but this run is 1 process(es)")

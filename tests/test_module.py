@@ -114,7 +114,7 @@ def test_evaluation_metrics_are_means_over_samples() -> None:
     torch.manual_seed(0)
     model, data = LitMNIST(), MNISTDataModule(eval_batch_size=999)  # a last batch of another size
     (metrics,) = quiet_trainer().test(model, data, verbose=False)
-    images, labels = load_mnist("t10k")
+    images, labels, _ = load_mnist("t10k")
     with torch.no_grad():
         logits = model(images)
     loss = -logits.double().log_softmax(dim=1)[torch.arange(10_000), labels].mean()
@@ -133,7 +133,7 @@ def test_adam_steps_as_the_seeds_does() -> None:
     optimizer = torch.optim.Adam(reference.parameters())
     sampler = GlobalBatchSampler(60_000, 64, shuffle=True)
     for part in islice(sampler, 10):
-        images, labels = (column[part.index] for column in data.splits["train"])
+        images, labels = data.splits["train"].images[part.index], data.splits["train"].labels[part.index]
         optimizer.zero_grad()
         nn.functional.cross_entropy(reference((images / 255 - 0.1307) / 0.3081), labels).backward()
         optimizer.step()

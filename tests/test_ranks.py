@@ -13,9 +13,9 @@ from tests.test_cli import rows, weights
 SMOKE = ("--config", str(CONFIGS / "smoke.yaml"))
 
 
-def evaluated(stage: str, ranks: int, trained: Path, folder: Path) -> Path:
+def evaluated(stage: str, ranks: int, trained: Path, folder: Path, *options: str) -> Path:
     checkpoint = str(trained / "checkpoints" / "best.ckpt")
-    done = start(stage, "--ckpt_path", checkpoint, "--trainer.devices", str(ranks), cwd=folder)
+    done = start(stage, "--ckpt_path", checkpoint, "--trainer.devices", str(ranks), *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no advice to use one device, among others
     return folder / "runs" / "version_0"
@@ -36,6 +36,19 @@ def test_evaluation_does_not_depend_on_the_ranks(stage: str, trained: Path, tmp_
         assert several["acc"] == one["acc"]
         assert several["samples"] == one["samples"]
         assert several["loss"] == pytest.approx(one["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_rank_may_have_no_sample_to_evaluate(size: int, trained: Path, tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        options = ("--data.val_size", str(size), "--data.eval_batch_size", "1")
+        (row,) = rows(evaluated("validate", ranks, trained, folder, *options))
+        found.append({name: float(row[f"val_{name}"]) for name in ("loss", "acc", "samples")})
+    assert found[0]["samples"] == size
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
 def test_predictions_do_not_depend_on_the_ranks(trained: Path, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("lit-mnist ")]
+COMMANDS = [
+    line for block in blocks("sh") for line in block.splitlines() if line.startswith(("lit-mnist ", "torchrun "))
+]
 
 
 @pytest.fixture
@@ -33,19 +35,30 @@ def folder(tmp_path: Path, trained: Path) -> Path:
 def test_a_command_works(line: str, folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIT_MNIST_FIT__TRAINER__LIMIT_TRAIN_BATCHES", "50")
     monkeypatch.setenv("LIT_MNIST_FIT__TRAINER__LIMIT_TEST_BATCHES", "1")
-    arguments = line.split()[1:]
-    if "--help" in arguments or "--print_config" in arguments:
+    program, *arguments = line.split()
+    if program == "torchrun":
+        options, arguments = (part.split() for part in line.split(" -m lit_mnist "))
+        done = start(*arguments, cwd=folder, launcher=(sys.executable, "-m", "torch.distributed.run", *options[1:]))
+        assert done.returncode == 0, done.stderr
+    elif "--help" in arguments or "--print_config" in arguments:
         assert command(*arguments)
     elif "configs/ddp_cpu.yaml" in arguments:
         done = start(*arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
+    elif "last" in arguments:
+        assert "is finished, at step 20" in command(*arguments)
     else:
         assert "result" in command(*arguments)
         assert (folder / "runs" / "version_1" / "config.yaml").exists()
 
 
 def test_there_are_commands_for_every_subcommand() -> None:
-    assert {line.split()[1] for line in COMMANDS} == {"fit", "validate", "test", "predict"}
+    assert {line.split()[1] for line in COMMANDS if line.startswith("lit-mnist")} == {
+        "fit",
+        "validate",
+        "test",
+        "predict",
+    }
 
 
 def test_make_has_what_is_named() -> None:

@@ -30,6 +30,25 @@ def test_ranks_cover_each_global_batch_exactly(size: int, world: int, batch: int
         assert {p.scale for p in pieces} == {world / len(global_batch.index)}
 
 
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(1, 700), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_a_position_is_restored_anywhere(size: int, batch: int, before: int, after: int, data: st.DataObject) -> None:
+    """Also with another number of ranks: what was consumed and what comes then are the epoch, in order."""
+    whole = parts(size, batch, 1, 0)
+    done = data.draw(st.integers(0, len(whole) - 1))
+    consumed = [
+        torch.cat([p.index for p in step])
+        for step in zip(*(parts(size, batch, before, r) for r in range(before)), strict=True)
+    ]
+    samplers = [GlobalBatchSampler(size, batch, after, rank, seed=3, shuffle=True) for rank in range(after)]
+    for sampler in samplers:
+        sampler.resume_at(done * batch)
+        assert len(sampler) == len(whole)
+    rest = [torch.cat([p.index for p in step]) for step in zip(*samplers, strict=True)]
+    assert torch.equal(torch.cat(consumed[:done] + rest), torch.cat([p.index for p in whole]))
+    assert len(list(samplers[0])) == len(whole)  # the epoch after it is whole again
+
+
 @given(sizes, st.integers(0, 2**32), st.integers(0, 100))
 def test_a_permutation_is_a_function_of_its_key(size: int, seed: int, epoch: int) -> None:
     order = permutation(size, seed, epoch)
