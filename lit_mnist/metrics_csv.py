@@ -51,7 +51,7 @@ class MetricsCSV(Logger):
         """Cut an existing file back to the step the run goes on from; the last row may have been cut by a kill."""
         if self.path.exists():
             self.columns, rows = read_rows(self.path)
-            write_rows(self.path, self.columns, [row for row in rows if int(row["step"]) < self._step])
+            write_rows(self.path, self.columns, [row for row in rows if _step(row) < self._step])
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -67,9 +67,15 @@ class MetricsCSV(Logger):
             csv.DictWriter(file, self.columns).writerow(row)
 
 
+def _step(row: Mapping[str, str]) -> float:
+    """The step of a row; infinite where there is none, so that it is cut off."""
+    text = row.get("step") or ""
+    return int(text) if text.isdigit() else float("inf")
+
+
 def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and rows of a metrics.csv."""
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):  # a kill came while it was written
         lines.pop()
     reader = csv.DictReader(lines)

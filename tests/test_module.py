@@ -81,6 +81,22 @@ def test_the_ranks_mean_gradient_is_that_of_the_global_batch(count: int, world: 
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=0)
 
 
+def test_an_empty_part_asks_nothing_of_the_network() -> None:
+    """A convolution, like many layers, does not take an empty batch without its channel; the gradient is zero."""
+
+    class Refuses(OneLayer):
+        def forward(self, images: Tensor) -> Tensor:
+            assert len(images)
+            return super().forward(images)
+
+    model = LitMNIST(network=Refuses())
+    empty = torch.zeros(0, dtype=torch.int64)
+    loss = model.training_step(Batch(torch.zeros((0, 28, 28), dtype=torch.uint8), empty, empty, 2.0), 0)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_normalisation_is_torchvisions() -> None:
     images, _ = pixels(16)
     theirs = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.1307,), (0.3081,))])(images[:, None])

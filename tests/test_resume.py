@@ -178,6 +178,26 @@ def test_a_damaged_checkpoint_is_passed_over(damage: Any, tmp_path: Path, capsys
     assert difference(whole, outcome(tmp_path / "runs" / "version_0")) == ""
 
 
+@pytest.mark.parametrize("damage", [b"", b"step,epoch\n", bytes(range(256)), b"epoch\n1\n"])
+def test_a_damaged_log_does_not_keep_a_run_from_going_on(damage: bytes, tmp_path: Path) -> None:
+    whole = reference("plain", tmp_path)
+    assert fit(tmp_path / "runs", stop=("on_train_batch_end", 9))
+    (tmp_path / "runs" / "version_0" / "metrics.csv").write_bytes(damage)
+    assert not fit(tmp_path / "runs")
+    found = outcome(tmp_path / "runs" / "version_0")
+    assert difference(whole["weights"], found["weights"]) == ""
+    assert "val_acc" in found["log"]
+
+
+def test_a_torn_last_row_is_written_again(tmp_path: Path) -> None:
+    whole = reference("plain", tmp_path)
+    assert fit(tmp_path / "runs", stop=("on_train_batch_end", 9))
+    with (tmp_path / "runs" / "version_0" / "metrics.csv").open("a") as file:
+        file.write("1")  # of "15,2,..."
+    assert not fit(tmp_path / "runs")
+    assert difference(whole, outcome(tmp_path / "runs" / "version_0")) == ""
+
+
 def test_without_a_whole_checkpoint_a_run_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = reference("plain", tmp_path)
     assert fit(tmp_path / "runs", stop=("on_train_batch_end", 9))
