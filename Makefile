@@ -8,7 +8,7 @@ fit: .venv/installed  ## train ToyModel on MNIST with the seed's recipe, and tes
 	$(BIN)/lit-mnist fit --config configs/mnist.yaml
 
 test: .venv/installed  ## the tests that fit in ten minutes
-	$(BIN)/pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2  # two cores: one thread for each of two tests
 
 test-slow: .venv/installed  ## the ones that do not
 	$(BIN)/pytest -m slow

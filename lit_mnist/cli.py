@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lit_mnist.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from lit_mnist.data import MNISTDataModule
 from lit_mnist.errors import RunError, UserError, is_lightnings, one_line, user_mistakes
-from lit_mnist.launch import require_devices, slurm_environment
+from lit_mnist.launch import rejoin, require_devices, slurm_environment
 from lit_mnist.module import LitMNIST
 from lit_mnist.predictions import PredictionWriter
 from lit_mnist.rehearsal import rehearse
@@ -217,12 +217,13 @@ class _CommandLine(LightningCLI):
         )
 
     def before_fit(self) -> None:
-        """End at once where the run to continue is finished."""
+        """End at once where the run to continue is finished; else meet the other ranks anew after a restart."""
         given = self.config_init.fit.trainer
         checkpoint = self.start.checkpoint if self.start.folder else None
         if checkpoint and is_finished(checkpoint, given.max_epochs, given.max_steps) and self.folder.is_tested:
             self.report.finished(self.start)
             sys.exit(0)
+        rejoin(self.trainer)
 
     def after_fit(self) -> None:
         """Test the best checkpoint of this run, or the last, and say what came out."""

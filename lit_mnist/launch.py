@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # torch marks none as exported
 
 from lit_mnist.errors import UserError
 
@@ -99,10 +101,27 @@ def slurm_environment() -> SLURMEnvironment | None:
     return None
 
 
+def rejoin(trainer: Trainer) -> None:
+    """After a restart by torchrun, form the process group in a part of torchrun's store that is this attempt's own.
+
+    The store outlives a restart, and ranks that read in it the addresses of the attempt before wait for the dead.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not isinstance(trainer.strategy, DDPStrategy) or not TorchElasticEnvironment.detect():
+        return
+    store, rank, world_size = next(rendezvous("env://"))
+    dist.init_process_group(
+        _backend(trainer.strategy),
+        store=PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
 def _backend(strategy: Strategy) -> str | None:
     if not isinstance(strategy, DDPStrategy):
         return None
-    return strategy.process_group_backend or torch.distributed.get_default_backend_for_device(strategy.root_device)
+    return strategy.process_group_backend or dist.get_default_backend_for_device(strategy.root_device)
 
 
 def _launcher(environment: ClusterEnvironment | None) -> str:

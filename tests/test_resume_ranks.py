@@ -172,7 +172,7 @@ def test_kills_while_writing_leave_a_whole_checkpoint(kills: int, tmp_path: Path
 
 def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     io, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
-    io.save_checkpoint({"state_dict": {}, "hyper_parameters": {}, "n": 1}, path)
+    io.save_checkpoint({"state_dict": {}, "hyper_parameters": {}, "pytorch-lightning_version": "2", "n": 1}, path)
 
     class Unwritable:
         def __reduce__(self) -> str:
