@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric, SumMetric
 
 from lit_mnist.batch import Batch
@@ -123,6 +124,8 @@ class LitMNIST(LightningModule):
             group.update({name: value for name, value in self._changed.items() if name in group})
         if self._plateau and self._plateau_state:
             self._plateau.load_state_dict(self._plateau_state)
+        if isinstance(self.trainer.strategy.model, DistributedDataParallel):
+            self._settle_buckets()
 
     def on_train_epoch_end(self) -> None:
         """Advance a schedule that watches a metric; Lightning would do it after the epoch's checkpoint is written."""
@@ -169,6 +172,20 @@ class LitMNIST(LightningModule):
                     f"the checkpoint is of another architecture: {name} is {a} in it and {b} in this model; "
                     "give --model.network (network= in Python) as in the run that wrote it"
                 )
+
+    def _settle_buckets(self) -> None:
+        """One backward pass for nothing, on blank images.
+
+        DDP puts gradients into buckets by the order in which the first pass of a process makes them, from the second
+        pass on. Where a gradient lies decides in which order three ranks and more are summed, so a run that goes on
+        would differ in its first step, by the last bit, from one that was never stopped.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        blank = torch.zeros((2, 28, 28), dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+        self.trainer.strategy.training_step(tuple(tensor.to(self.device) for tensor in blank), 0).backward()
+        self.zero_grad()
+        for name, buffer in self.named_buffers():
+            buffer.copy_(buffers[name])
 
     def _evaluate(self, stage: str, metrics: "_Metrics", batch: Batch | tuple[Tensor, Tensor]) -> None:
         images, labels = batch

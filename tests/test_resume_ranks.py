@@ -87,6 +87,20 @@ def test_the_curve_does_not_depend_on_the_ranks_before_and_after(tmp_path: Path)
         torch.testing.assert_close(several["weights"][key], weight, atol=2e-5, rtol=0, msg=key)
 
 
+def test_the_order_of_sums_is_the_same_after_a_stop(tmp_path: Path) -> None:
+    """From three ranks on it shows in the last bit, in a network of several layers, whose gradients change places."""
+    options = (*GLOBAL, "--model.network", "lit_mnist.ToyModel", "--trainer.devices", "4")
+    whole = start("fit", *options, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "cut").mkdir()
+    stop = stopper("on_train_batch_end", 9, "kill")
+    assert start("fit", *options, *stop, cwd=tmp_path / "cut").returncode != 0
+    done = start("fit", *options, cwd=tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
+    found = outcome(run_of(tmp_path / "cut" / "runs"))
+    assert difference(outcome(run_of(tmp_path / "runs")), found) == ""
+
+
 def test_ranks_that_would_go_on_from_different_steps_are_told(tmp_path: Path) -> None:
     """Two ranks with folders of their own, as on hosts that share no file system; one has a checkpoint."""
     (tmp_path / "0").mkdir()
