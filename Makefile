@@ -7,10 +7,10 @@ BIN := .venv/bin
 fit: .venv/installed  ## train ToyModel on MNIST with the seed's recipe, and test it
 	$(BIN)/lit-mnist fit --config configs/mnist.yaml
 
-test: .venv/installed  ## the tests that fit in ten minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2  # two cores: one thread for each of two tests
+test: .venv/installed  ## all but the long repetitions
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3  # for two cores: a thread each, and some tests wait
 
-test-slow: .venv/installed  ## the ones that do not
+test-slow: .venv/installed  ## the long repetitions
 	$(BIN)/pytest -m slow
 
 lint: .venv/installed  ## style and types

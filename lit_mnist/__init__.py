@@ -23,11 +23,17 @@ def main(args: list[str] | None = None) -> None:
         args: What would be typed after `lit-mnist`, e.g. `["fit", "--trainer.max_epochs", "1"]`. None: `sys.argv[1:]`.
 
     Raises:
-        SystemExit: With status 2 for what the user typed and 1 for a run that failed, after one line on stderr.
+        SystemExit: With status 2 for what the user typed, 1 for a run that failed, 75 for one that stopped on request.
     """
+    from lit_mnist.signals import StopRequests
+
+    requests = StopRequests()
+    if args is None:  # a process of its own, not a call from a script or a notebook, whose signals are theirs
+        requests.take()  # before the seconds that the next import takes
+
     from lit_mnist.cli import run
 
-    run(args)
+    run(args, requests)
 
 
 def __getattr__(name: str) -> Any:

@@ -83,8 +83,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step > self._saved_step:
-            self._save(trainer)
+        self.save(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,11 +97,12 @@ class LastCheckpoint(Checkpoint):
         if self.every_n_minutes and step % _LOOK_EVERY == 0:
             late = time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
             self._due = trainer.strategy.broadcast(late) or self._due
-        if self._due and not _ends_in_validation(trainer, batch_idx):
-            self._save(trainer)
+        if self._due and not ends_in_validation(trainer, batch_idx):
+            self.save(trainer)
 
-    def _save(self, trainer: Trainer) -> None:
-        if self.folder is None:
+    def save(self, trainer: Trainer) -> None:
+        """Write `last.ckpt` unless it is of this step already; on all ranks, between optimiser steps."""
+        if self.folder is None or trainer.global_step == self._saved_step:
             return
         last, previous = self.folder / "last.ckpt", self.folder / "previous.ckpt"
         if trainer.is_global_zero and last.exists():
@@ -119,7 +119,7 @@ class LastCheckpoint(Checkpoint):
         self._due = False
 
 
-def _ends_in_validation(trainer: Trainer, batch_idx: int) -> bool:
+def ends_in_validation(trainer: Trainer, batch_idx: int) -> bool:
     """Whether a batch is an epoch's last or one after which Lightning may validate."""
     if batch_idx + 1 == trainer.num_training_batches:
         return True

@@ -1,42 +1,46 @@
 """The command line: LightningCLI's fit, validate, test and predict, with the run's folder, plan and result around."""
 
-import errno
 import inspect
 import logging
-import signal
 import sys
-import threading
 import warnings
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
+from jsonargparse.typing import PositiveFloat
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_mnist.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from lit_mnist.data import MNISTDataModule
-from lit_mnist.errors import RunError, UserError, is_lightnings, one_line, user_mistakes
-from lit_mnist.launch import rejoin, require_devices, slurm_environment
+from lit_mnist.ending import run_to_its_end
+from lit_mnist.errors import UserError, complain, one_line, user_mistakes
+from lit_mnist.launch import cluster_environment, require_devices
 from lit_mnist.module import LitMNIST
 from lit_mnist.predictions import PredictionWriter
+from lit_mnist.preemption import StopOnRequest
 from lit_mnist.rehearsal import rehearse
 from lit_mnist.report import Report, progress_bar
 from lit_mnist.resume import RunFolder, Start, find_start, is_finished
+from lit_mnist.signals import StopRequests
+from lit_mnist.strategy import watch_ddp
 
 _PARSER = {"default_env": True, "env_prefix": "LIT_MNIST", "allow_abbrev": False}
 
 
-def run(args: list[str] | None) -> None:
+def run(args: list[str] | None, requests: StopRequests) -> None:
     """Run one command (see `lit_mnist.main`)."""
+    stop = StopOnRequest(requests)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the plan says what their lines would
     with warnings.catch_warnings():
         for pattern in (
             ".*does not have many workers.*",  # our loaders read memory
+            ".*`srun` command is available.*",  # `launch.CHECKS` says so where it matters
             ".*LeafSpec.*",  # Lightning calls what torch deprecates ...
             "(?s).*JsonargparseDeprecationWarning",  # ... and what jsonargparse does:
             "(?s).*was deprecated in v4",  # the first such warning reads otherwise than the next
@@ -45,12 +49,15 @@ def run(args: list[str] | None) -> None:
             ".*dirpath has changed.*",  # each run has its folder, also when it starts from another's checkpoint
         ):
             warnings.filterwarnings("ignore", pattern)
-        try:
-            _CommandLine(
+        status = run_to_its_end(
+            stop,
+            partial(
+                _CommandLine,
                 LitMNIST,
                 MNISTDataModule,
                 args=args,
                 trainer_class=_Trainer,
+                stop=stop,
                 parser_class=_Parser,
                 parser_kwargs={
                     "description": "Train one model on MNIST, on one process or on many machines.",
@@ -62,22 +69,10 @@ def run(args: list[str] | None) -> None:
                 save_config_callback=_SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},
                 auto_configure_optimizers=False,
-            )
-        except UserError as error:
-            _exit(2, str(error))
-        except RunError as error:
-            _exit(1, str(error))
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-                raise
-            _exit(1, f"{error.filename or 'a file of the run'} cannot be written ({error.strerror})")
-        except Exception as error:
-            if not is_lightnings(error):
-                raise
-            _exit(2, str(error))
-        finally:
-            if dist.is_available() and dist.is_initialized():
-                dist.destroy_process_group()  # or its threads may abort the exit
+            ),
+        )
+    if status:
+        sys.exit(status)
 
 
 class _Trainer(Trainer):
@@ -126,7 +121,8 @@ def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
 class _CommandLine(LightningCLI):
     """LightningCLI with the checkpoint's hyperparameters as defaults, and this project's callbacks."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stop: StopOnRequest, **kwargs: Any) -> None:
+        self.stop = stop
         self.subparsers: list[LightningArgumentParser] = []
         self.ckpt_path: str | None = None
         self.start = Start()
@@ -135,6 +131,14 @@ class _CommandLine(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.subparsers.append(parser)
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
+        parser.add_argument(
+            "--timeout",
+            type=PositiveFloat,
+            default=120.0,
+            help="Seconds after which a wait for another process of the run is given up: to meet at the start, to give "
+            "a sign of life, to come to a collective. To be above the longest that one may let the others wait, as by "
+            "writing a large checkpoint.",
+        )
         parser.set_defaults(
             {
                 "model.network": {"class_path": "lit_mnist.ToyModel"},
@@ -193,8 +197,8 @@ class _CommandLine(LightningCLI):
         self.report = Report(self.folder, self.start)
         self.best: ModelCheckpoint | None = None
         callbacks = [self.folder, *_listed(given.callbacks), self.report]
+        last = None
         if self.subcommand == "fit":
-            callbacks.insert(0, _EndAtOnce())
             if self.datamodule.val_size == 0:
                 given.limit_val_batches = 0
             if given.enable_checkpointing is not False:
@@ -202,28 +206,33 @@ class _CommandLine(LightningCLI):
                     self.best = ModelCheckpoint(
                         filename="best", monitor="val_acc", mode="max", enable_version_counter=False
                     )
-                callbacks += [*_listed(self.best), self.config_init.fit.checkpoint]
+                last = self.config_init.fit.checkpoint
+                callbacks += [*_listed(self.best), last]
         elif self.subcommand == "predict":
             self.predictions = PredictionWriter(self.folder)
             callbacks.append(self.predictions)
+        # What is stopped with nothing to keep, or with processes that cannot agree, ends at once.
+        timeout = timedelta(seconds=self.config_init[self.subcommand].timeout)
+        is_watched = watch_ddp(given.strategy, timeout, self.stop.met)
+        self.stop.listen(last if is_watched and not given.fast_dev_run else None)
+        callbacks.append(self.stop)
         bar = progress_bar() if given.enable_progress_bar is not False else None
         return super().instantiate_trainer(
             callbacks=callbacks + _listed(bar),
-            plugins=[*_listed(given.plugins), *_listed(slurm_environment()), AtomicCheckpointIO()],
+            plugins=[*_listed(given.plugins), *_listed(cluster_environment()), AtomicCheckpointIO()],
             enable_progress_bar=bar is not None,
-            enable_checkpointing=self.subcommand == "fit" and given.enable_checkpointing,
+            enable_checkpointing=True,
             logger=False if default_loggers else given.logger,
             **kwargs,
         )
 
     def before_fit(self) -> None:
-        """End at once where the run to continue is finished; else meet the other ranks anew after a restart."""
+        """End at once where the run to continue is finished."""
         given = self.config_init.fit.trainer
         checkpoint = self.start.checkpoint if self.start.folder else None
         if checkpoint and is_finished(checkpoint, given.max_epochs, given.max_steps) and self.folder.is_tested:
             self.report.finished(self.start)
             sys.exit(0)
-        rejoin(self.trainer)
 
     def after_fit(self) -> None:
         """Test the best checkpoint of this run, or the last, and say what came out."""
@@ -250,26 +259,14 @@ class _CommandLine(LightningCLI):
         self.folder.release()
 
 
-class _EndAtOnce(Callback):
-    """SIGTERM ends a training process at once; what goes on later is the last checkpoint.
-
-    Lightning's handler, set before the first of these hooks, runs a collective in which it can wait for ever.
-    """
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    on_sanity_check_start = on_train_start
-
-
 class _Parser(LightningArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         groups = {"trainer": Trainer, "model": LitMNIST, "data": MNISTDataModule, "checkpoint": LastCheckpoint}
         keys = [f"{group}.{name}" for group, kind in groups.items() for name in inspect.signature(kind).parameters]
-        _exit(2, one_line(message, keys))
+        complain(one_line(message, keys))
+        sys.exit(2)
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -283,9 +280,3 @@ class _SaveConfig(SaveConfigCallback):
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _exit(status: int, message: str) -> NoReturn:
-    rank = rank_zero_only.rank
-    print(f"lit-mnist: error: {f'[rank {rank}] ' if rank else ''}{' '.join(message.split())}", file=sys.stderr)
-    sys.exit(status)

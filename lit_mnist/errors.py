@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,12 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """The run cannot go on, and one line says why (a full disk, a damaged file). Exit status 1."""
+
+
+def complain(message: str, kind: str = "error") -> None:
+    """Print one line on stderr; nothing, if the message is empty."""
+    if message:
+        print(f"lit-mnist: {kind}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 @contextmanager

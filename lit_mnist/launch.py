@@ -1,6 +1,7 @@
 """What the surroundings promise against what the run uses: one list of checks over one description of both."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # torch marks none as exported
 
 from lit_mnist.errors import UserError
 
@@ -45,6 +45,19 @@ class Launch:
         return self.num_nodes * self.devices
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: one line, with the remedy.
+
+    Attributes:
+        line: What was found, and what to do.
+        is_fatal: Whether the run could not work, or would wait for ever.
+    """
+
+    line: str
+    is_fatal: bool = False
+
+
 def describe(trainer: Trainer) -> Launch:
     """The launch of `trainer`'s run."""
     strategy = trainer.strategy
@@ -54,16 +67,16 @@ def describe(trainer: Trainer) -> Launch:
         num_nodes=trainer.num_nodes,
         devices=trainer.num_devices,
         accelerator=strategy.root_device.type,
-        backend=_backend(strategy),
+        backend=backend(strategy),
         gpus=torch.cuda.device_count(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         environ=os.environ,
     )
 
 
-def warnings(launch: Launch) -> list[str]:
-    """One line for each thing the surroundings promise and the run does not use."""
-    return [line for check in CHECKS if (line := check(launch))]
+def findings(launch: Launch) -> list[Finding]:
+    """What all checks find."""
+    return [finding for check in CHECKS if (finding := check(launch))]
 
 
 def require_devices(accelerator: str, devices: int | str | list[int]) -> None:
@@ -91,34 +104,44 @@ def require_devices(accelerator: str, devices: int | str | list[int]) -> None:
         raise UserError(f"trainer.devices={devices}: this machine has {found} GPU(s); use --trainer.devices {found}")
 
 
-def slurm_environment() -> SLURMEnvironment | None:
-    """SLURM's environment where Lightning would find it, without Lightning's requeueing.
+def cluster_environment() -> ClusterEnvironment | None:
+    """SLURM's environment in a task of srun, Lightning's own in other shells of a SLURM job; None: Lightning chooses.
 
-    That writes a checkpoint which every later job with the same root would start from.
+    Lightning takes any shell with SLURM_NTASKS for a task, so that a left-over one changes what a run is. Its
+    requeueing is left out: that works inside the signal handler, and `lit_mnist.preemption` does it between steps.
     """
-    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
-        return SLURMEnvironment(auto_requeue=False)
-    return None
+    if TorchElasticEnvironment.detect() or not {"SLURM_JOB_ID", "SLURM_NTASKS"} & set(os.environ):
+        return None
+    if not is_srun_task(os.environ):
+        return LightningEnvironment()
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:  # set by an option of that name alone, and Lightning insists
+        counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+        os.environ["SLURM_NTASKS_PER_NODE"] = counts[0]
+    return SLURMEnvironment(auto_requeue=False)
 
 
-def rejoin(trainer: Trainer) -> None:
-    """After a restart by torchrun, form the process group in a part of torchrun's store that is this attempt's own.
-
-    The store outlives a restart, and ranks that read in it the addresses of the attempt before wait for the dead.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or not isinstance(trainer.strategy, DDPStrategy) or not TorchElasticEnvironment.detect():
-        return
-    store, rank, world_size = next(rendezvous("env://"))
-    dist.init_process_group(
-        _backend(trainer.strategy),
-        store=PrefixStore(f"attempt {attempt}", store),
-        rank=rank,
-        world_size=world_size,
-    )
+def is_srun_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of a step's tasks, not a shell of a batch job or of a person."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 2**31 and "SLURM_PTY_PORT" not in environ
 
 
-def _backend(strategy: Strategy) -> str | None:
+def slurm_job(environ: Mapping[str, str]) -> str | None:
+    """`<job>` or `<array job>_<task>` where SLURM runs this command, with srun or from a batch script; else None."""
+    if "SLURM_JOB_ID" not in environ or not (is_srun_task(environ) or environ.get("ENVIRONMENT") == "BATCH"):
+        return None
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
+
+
+def run_name(environ: Mapping[str, str]) -> str:
+    """What tells a run's processes from those of others: the launcher's names for it."""
+    names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
+    return " ".join(["lit-mnist", *(f"{name}={environ[name]}" for name in names if name in environ)])
+
+
+def backend(strategy: Strategy) -> str | None:
+    """The process group's: `nccl` or `gloo`; None without one."""
     if not isinstance(strategy, DDPStrategy):
         return None
     return strategy.process_group_backend or dist.get_default_backend_for_device(strategy.root_device)
@@ -135,43 +158,104 @@ def _launcher(environment: ClusterEnvironment | None) -> str:
     return type(environment).__name__.removesuffix("Environment")
 
 
-def _slurm_tasks(launch: Launch) -> str | None:
-    tasks = launch.environ.get("SLURM_NTASKS", "")
+def _srun_tasks(launch: Launch) -> Finding | None:
+    environ = launch.environ
+    if launch.launcher == "torchrun" or not is_srun_task(environ):
+        return None
+    tasks, nodes = int(environ.get("SLURM_STEP_NUM_TASKS", 1)), int(environ.get("SLURM_STEP_NUM_NODES", 1))
+    if (tasks, nodes) == (launch.world_size, launch.num_nodes):
+        return None
+    uneven = "," in environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    return Finding(
+        f"srun started {tasks} task(s) on {nodes} host(s), but the run is {launch.num_nodes} node(s) x "
+        f"{launch.devices} device(s): "
+        + (
+            "give srun the same --ntasks-per-node on every host"
+            if uneven
+            else f"give --trainer.strategy ddp --trainer.num_nodes {nodes} --trainer.devices {tasks // nodes}, or give "
+            f"srun --nodes={launch.num_nodes} --ntasks-per-node={launch.devices}"
+        ),
+        is_fatal=True,
+    )
+
+
+def _srun_forgotten(launch: Launch) -> Finding | None:
+    if launch.launcher != "Lightning" or is_srun_task(launch.environ):
+        return None
+    if "SLURM_JOB_ID" in launch.environ and launch.num_nodes > 1 and "NODE_RANK" not in launch.environ:
+        return Finding(
+            f"trainer.num_nodes={launch.num_nodes} in a SLURM job, but not started by srun: no other host would start "
+            f"anything; use srun --nodes={launch.num_nodes} --ntasks-per-node={launch.devices} lit-mnist ...",
+            is_fatal=True,
+        )
+    tasks = launch.environ.get("SLURM_NTASKS", "1")
     if tasks.isdigit() and int(tasks) > launch.world_size:
-        return (
-            f"SLURM_NTASKS={tasks}, but this run is {launch.world_size} process(es): set --trainer.num_nodes and "
-            "--trainer.devices to SLURM's nodes and tasks per node and start it with srun"
+        return Finding(
+            f"SLURM_NTASKS={tasks}, but this run is {launch.world_size} process(es) of this shell: to use all, start "
+            "it with srun, and --trainer.num_nodes and --trainer.devices of the job"
         )
     return None
 
 
-def _world_size(launch: Launch) -> str | None:
+def _hosts_by_hand(launch: Launch) -> Finding | None:
+    if launch.launcher == "Lightning" and launch.num_nodes > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in launch.environ]
+        if missing:
+            return Finding(
+                f"trainer.num_nodes={launch.num_nodes}, but {', '.join(missing)} not set: on every host export "
+                "MASTER_ADDR and MASTER_PORT of the first one and NODE_RANK from 0, or start with srun or torchrun",
+                is_fatal=True,
+            )
+    return None
+
+
+def _torchruns(launch: Launch) -> Finding | None:
+    environ = launch.environ
+    if launch.launcher == "torchrun" and is_srun_task(environ):
+        tasks, nodes = int(environ.get("SLURM_STEP_NUM_TASKS", 1)), int(environ.get("SLURM_STEP_NUM_NODES", 1))
+        if tasks > nodes:
+            return Finding(
+                f"srun started {tasks} torchruns on {nodes} host(s): one on each is enough, --ntasks-per-node=1"
+            )
+    return None
+
+
+def _world_size(launch: Launch) -> Finding | None:
     promised = launch.environ.get("WORLD_SIZE", "")
-    if promised.isdigit() and int(promised) > launch.world_size:
-        return (
-            f"WORLD_SIZE={promised}, but this run is {launch.world_size} process(es): give --trainer.strategy ddp with "
-            "the --trainer.num_nodes and --trainer.devices of the launcher, or unset WORLD_SIZE"
-        )
-    return None
+    if not promised.isdigit() or int(promised) <= launch.world_size:
+        return None
+    if launch.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in launch.environ:
+        remedy = f"give --trainer.strategy ddp, --trainer.num_nodes and --trainer.devices so that they make {promised}"
+    else:
+        remedy = "give --trainer.num_nodes and --trainer.devices of the launcher, or unset WORLD_SIZE"
+    return Finding(f"WORLD_SIZE={promised}, but this run is {launch.world_size} process(es): {remedy}")
 
 
-def _idle_gpus(launch: Launch) -> str | None:
+def _idle_gpus(launch: Launch) -> Finding | None:
     used = launch.devices if launch.accelerator == "cuda" else 0
     if launch.gpus > used:
-        return (
+        return Finding(
             f"{launch.gpus - used} of {launch.gpus} GPUs of this machine stay idle: use --trainer.accelerator gpu "
             f"--trainer.devices {launch.gpus}"
         )
     return None
 
 
-def _crowded_cores(launch: Launch) -> str | None:
+def _crowded_cores(launch: Launch) -> Finding | None:
     if launch.accelerator == "cpu" and launch.devices > launch.cores:
-        return (
+        return Finding(
             f"{launch.devices} processes share {launch.cores} CPU cores and will be slow: "
             f"use --trainer.devices {launch.cores}"
         )
     return None
 
 
-CHECKS: tuple[Callable[[Launch], str | None], ...] = (_slurm_tasks, _world_size, _idle_gpus, _crowded_cores)
+CHECKS: tuple[Callable[[Launch], Finding | None], ...] = (
+    _srun_tasks,
+    _srun_forgotten,
+    _hosts_by_hand,
+    _torchruns,
+    _world_size,
+    _idle_gpus,
+    _crowded_cores,
+)

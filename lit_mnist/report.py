@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from lit_mnist import launch
 from lit_mnist.data import MNISTDataModule
+from lit_mnist.errors import UserError
 from lit_mnist.predictions import PredictionWriter
 from lit_mnist.resume import RunFolder, Start
 
@@ -92,23 +93,24 @@ class Report(Callback):
     def finished(self, start: Start) -> None:
         """Say that the run to continue has nothing left to do."""
         self.console.print(
-            f"{_shown(start.folder)} is finished, at step {start.step:,}; a larger --trainer.max_epochs extends it",
+            f"{shown(start.folder)} is finished, at step {start.step:,}; a larger --trainer.max_epochs extends it",
             soft_wrap=True,
         )
 
     def before(self, trainer: Trainer) -> None:
-        """Say on rank 0, before the processes meet, what is worth a warning."""
-        if rank_zero_only.rank:
-            return
+        """Say on rank 0, before the processes meet, what is worth a warning; raise what could not work."""
         for line in self.start.damaged:
-            going_on = _shown(self.start.path) if self.start.path else "the beginning"
+            going_on = shown(self.start.path) if self.start.path else "the beginning"
             self.warn(f"{line}; going on from {going_on}")
-        for line in launch.warnings(launch.describe(trainer)):
-            self.warn(line)
+        for finding in launch.findings(launch.describe(trainer)):
+            if finding.is_fatal:
+                raise UserError("" if rank_zero_only.rank else finding.line)
+            self.warn(finding.line)
 
     def warn(self, line: str) -> None:
-        """Print a warning."""
-        self.console.print(f"[yellow]warning:[/] {escape(line)}", soft_wrap=True)
+        """Print a warning, on rank 0."""
+        if not rank_zero_only.rank:
+            self.console.print(f"[yellow]warning:[/] {escape(line)}", soft_wrap=True)
 
     def result(
         self,
@@ -129,10 +131,10 @@ class Report(Callback):
             return
         rows = {}
         if best is not None:
-            rows["best checkpoint"] = _shown(best.best_model_path)
+            rows["best checkpoint"] = shown(best.best_model_path)
             rows["val_acc"] = f"{best.best_model_score:.4f} over {self.val_samples:,} samples"
         elif last is not None:
-            rows["last checkpoint"] = _shown(last)
+            rows["last checkpoint"] = shown(last)
         metrics = trainer.callback_metrics
         for stage in ("val", "test"):
             if f"{stage}_acc" in metrics and trainer.state.fn != "fit":
@@ -143,13 +145,13 @@ class Report(Callback):
             speed = self.samples / self.seconds
             rows["training"] = f"{self.samples:,} samples in {self.seconds:.1f} s = {speed:,.0f} samples/s"
         if predictions is not None and predictions.path is not None:
-            rows["predictions"] = f"{_shown(predictions.path)}, {predictions.count:,} rows"
+            rows["predictions"] = f"{shown(predictions.path)}, {predictions.count:,} rows"
         if self.folder.path is not None:
             hidden = {"hparams.yaml", "lock"}
             files = [f for f in sorted(os.listdir(self.folder.path)) if f not in hidden and ".tfevents." not in f]
-            rows["run folder"] = f"{_shown(self.folder.path)} ({', '.join(files)})"
+            rows["run folder"] = f"{shown(self.folder.path)} ({', '.join(files)})"
         if self.folder.default_loggers and trainer.loggers:
-            rows["curves"] = f"tensorboard --logdir {_shown(self.folder.root)}"
+            rows["curves"] = f"tensorboard --logdir {shown(self.folder.root)}"
         self.print_table("result", rows)
 
     def _start_clock(self, trainer: Trainer) -> None:
@@ -175,8 +177,8 @@ class Report(Callback):
             "backend": run.backend or "none (one process)",
             "parameters": f"{sum(p.numel() for p in pl_module.parameters()):,}",
             **_data_rows(trainer),
-            "run folder": _shown(self.folder.path) if self.folder.path else "none (fast_dev_run)",
-            "starts from": f"step {self.start.step:,} of {_shown(self.start.path)}"
+            "run folder": shown(self.folder.path) if self.folder.path else "none (fast_dev_run)",
+            "starts from": f"step {self.start.step:,} of {shown(self.start.path)}"
             if self.start.path
             else _START[trainer.state.fn == "fit"],
         }
@@ -206,6 +208,6 @@ def _data_rows(trainer: Trainer) -> dict[str, str]:
     return rows
 
 
-def _shown(path: str | Path | None) -> str:
+def shown(path: str | Path | None) -> str:
     """A path as short as it can be from here."""
     return "" if path is None else min(os.path.relpath(path), str(path), key=len)

@@ -1,8 +1,10 @@
 """The run's folder, and the checkpoint a command goes on from."""
 
+import contextlib
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,11 +15,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_mnist.checkpoints import LastCheckpoint, load_checkpoint
 from lit_mnist.errors import UserError
+from lit_mnist.launch import slurm_job
 from lit_mnist.metrics_csv import MetricsCSV, read_rows
+
+# Seconds in which a file made on one host is seen on all that share its folder.
+_NFS_LOOKS_AGAIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,9 @@ def find_start(ckpt_path: str | None, root: Path) -> Start:
         return Start()
     if ckpt_path != "last":
         return Start(load_checkpoint(ckpt_path), Path(ckpt_path))
-    if SLURMEnvironment.detect():
-        folder = root / _job()
+    job = slurm_job(os.environ)
+    if job:
+        folder = root / job
     else:
         folders = [folder for _, folder in sorted(_versions(root)) if (folder / "checkpoints").is_dir()]
         folder = folders[-1] if folders else root
@@ -127,6 +133,7 @@ class RunFolder(Callback):
         self.path, problem = trainer.strategy.broadcast((self.path, problem))
         if problem or self.path is None:
             raise UserError(problem)
+        self._see_that_all_see_it(trainer)
         if self.default_loggers and stage != "predict":
             step = self.start.step if self.start.folder else 0
             csv = MetricsCSV(self.path, step)
@@ -159,6 +166,21 @@ class RunFolder(Callback):
                 f"trainer.default_root_dir={self.root} on a file system that all hosts share"
             )
 
+    def _see_that_all_see_it(self, trainer: Trainer) -> None:
+        """All ranks read the checkpoints that rank 0 writes: at the latest when the best one is tested."""
+        assert self.path
+        if trainer.world_size == 1:
+            return
+        found = _appears(self.path / "lock")
+        hosts: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(hosts, None if found else socket.gethostname())
+        if any(hosts):
+            names = ", ".join(sorted({host for host in hosts if host}))
+            raise UserError(
+                f"run folder {self.path}, made by rank 0, is not there on {names}: put trainer.default_root_dir="
+                f"{self.root} on a file system that all hosts share"
+            )
+
     def _take_lock(self, folder: Path) -> None:
         lock = (folder / "lock").open("a+")
         try:
@@ -175,6 +197,18 @@ class RunFolder(Callback):
         self._lock = lock  # open as long as this process lives
 
 
+def _appears(path: Path) -> bool:
+    """Whether a file that another host made is seen here, at the latest when NFS has looked again."""
+    deadline = time.monotonic() + _NFS_LOOKS_AGAIN
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent.parent)  # opening a folder makes NFS ask the server
+    return True
+
+
 def _claim(root: Path) -> Path:
     """Make the folder of a new run; atomic, for commands that start at once."""
     root.mkdir(parents=True, exist_ok=True)
@@ -188,9 +222,10 @@ def _claim(root: Path) -> Path:
 
 
 def _names(root: Path) -> Iterator[str]:
-    if SLURMEnvironment.detect():
-        yield _job()
-        yield from (f"{_job()}.{n}" for n in range(1, 1_000_000))
+    job = slurm_job(os.environ)
+    if job:
+        yield job
+        yield from (f"{job}.{n}" for n in range(1, 1_000_000))
     taken = [number for number, _ in _versions(root)]
     yield from (f"version_{n}" for n in range(max(taken, default=-1) + 1, 1_000_000))
 
@@ -198,8 +233,3 @@ def _names(root: Path) -> Iterator[str]:
 def _versions(root: Path) -> list[tuple[int, Path]]:
     numbered = [(path.name.removeprefix("version_"), path) for path in root.glob("version_*")]
     return [(int(number), path) for number, path in numbered if number.isdigit()]
-
-
-def _job() -> str:
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]

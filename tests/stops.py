@@ -1,7 +1,11 @@
 """Callbacks that end a run in the middle, put in by class path, and what it takes to compare two runs."""
 
+import hashlib
 import os
 import signal
+import socket
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,18 @@ class StopAt(Callback):
         setattr(self, hook, stop)
 
 
+class SignalAt(Callback):
+    """SIGUSR1 to one rank's own process in one hook, at a number of optimiser steps made by then."""
+
+    def __init__(self, hook: str, step: int, rank: int) -> None:
+        def ask(trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+            if trainer.global_step == step and trainer.global_rank == rank and not trainer.sanity_checking:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.2)  # for the thread that takes it
+
+        setattr(self, hook, ask)
+
+
 class KillOnce(Callback):
     """SIGKILL to one rank at a step, unless it was done before: `mark` is a file that says so."""
 
@@ -56,6 +72,55 @@ class KillOnce(Callback):
         if trainer.global_step == self.step and trainer.global_rank == self.rank and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Pace(Callback):
+    """Makes training steps last, so that what is done to a run from outside comes inside it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+
+class FaultError(Exception):
+    """A failure planted from outside."""
+
+
+class Fault(Callback):
+    """Fails as the file `<path>.<rank>` says, as soon as it is there: `exception` or `exit`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        planted = Path(f"{self.path}.{trainer.global_rank}")
+        if planted.exists():
+            if planted.read_text() == "exit":
+                sys.exit(3)
+            raise FaultError("planted")
+
+
+class LongValidation(Callback):
+    """A validation that lasts."""
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            print("in validation", flush=True)
+            time.sleep(3600)
+
+
+class WeightLog(Callback):
+    """Writes each rank's host and a checksum of its final weights to `<path>.<rank>`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        weights = b"".join(p.detach().numpy().tobytes() for p in pl_module.parameters())
+        line = f"{socket.gethostname()} {hashlib.sha256(weights).hexdigest()}\n"
+        Path(f"{self.path}.{trainer.global_rank}").write_text(line)
 
 
 class SampleLog(Callback):

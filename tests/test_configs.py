@@ -7,8 +7,9 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
-from lit_mnist import launch
+from lit_mnist import hosts, launch
 from tests.conftest import CONFIGS, Command, start
 
 
@@ -64,9 +65,11 @@ def test_ddp_gpu_is_ddp_on_nccl(nodes: int, command: Command, monkeypatch: pytes
     made: list[Trainer] = []
     monkeypatch.setattr("lit_mnist.cli._Trainer.fit", lambda self, *args, **kwargs: made.append(self))
     monkeypatch.setattr("lit_mnist.cli._CommandLine.after_fit", lambda self: None)
+    for name, value in (("MASTER_ADDR", "node1"), ("MASTER_PORT", "15000"), ("NODE_RANK", "0")):
+        monkeypatch.setenv(name, value)
     command("fit", "--config", str(CONFIGS / "ddp_gpu.yaml"), "--trainer.num_nodes", str(nodes))
     (trainer,) = made
-    assert type(trainer.strategy).__name__ == "DDPStrategy"
+    assert isinstance(trainer.strategy, DDPStrategy)
     described = launch.describe(trainer)
     assert (described.backend, described.accelerator) == ("nccl", "cuda")
     assert described.world_size == trainer.world_size == 4 * nodes
@@ -92,29 +95,119 @@ def description(**changes: Any) -> launch.Launch:
     return launch.Launch(**{**base, **changes})
 
 
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+BY_HAND = {"MASTER_ADDR": "node1", "MASTER_PORT": "15000", "NODE_RANK": "0"}
+
+
+def step(tasks: int, nodes: int, counts: str = "") -> dict[str, Any]:
+    numbers = {
+        "SLURM_STEP_NUM_TASKS": f"{tasks}",
+        "SLURM_STEP_NUM_NODES": f"{nodes}",
+        "SLURM_STEP_TASKS_PER_NODE": counts,
+    }
+    return {"launcher": "SLURM", "environ": {**SRUN, **numbers}}
+
+
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"environ": {"SLURM_NTASKS": "4"}}, "SLURM_NTASKS=4, but this run is 1 process"),
-        ({"environ": {"WORLD_SIZE": "2"}}, "WORLD_SIZE=2, but this run is 1 process"),
+        ({"environ": {"SLURM_NTASKS": "4"}}, "SLURM_NTASKS=4, but this run is 1 process(es) of this shell: "),
+        ({"environ": {"WORLD_SIZE": "2"}}, "WORLD_SIZE=2, but this run is 1 process(es): give --trainer.num_nodes"),
+        (
+            {"environ": {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}},
+            "WORLD_SIZE=2, but this run is 1 process(es): give --trainer.strategy ddp, ",
+        ),
         ({"gpus": 4}, "4 of 4 GPUs of this machine stay idle"),
         ({"gpus": 4, "accelerator": "cuda", "devices": 3}, "1 of 4 GPUs of this machine stay idle"),
         ({"devices": 3}, "3 processes share 2 CPU cores"),
+        (
+            {**step(8, 2), "launcher": "torchrun", "num_nodes": 2, "devices": 4, "cores": 4},
+            "srun started 8 torchruns on 2 host(s): one on each is enough",
+        ),
     ],
 )
 def test_warns_where_the_surroundings_promise_more(changes: dict[str, Any], warning: str) -> None:
-    (line,) = launch.warnings(description(**changes))
-    assert line.startswith(warning)
+    (finding,) = launch.findings(description(**changes))
+    assert finding.line.startswith(warning)
+    assert not finding.is_fatal
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            step(4, 2, "2(x2)"),
+            "srun started 4 task(s) on 2 host(s), but the run is 1 node(s) x 1 device(s): give --trainer.strategy ddp "
+            "--trainer.num_nodes 2 --trainer.devices 2, or give srun --nodes=1 --ntasks-per-node=1",
+        ),
+        (
+            {**step(3, 2, "2,1"), "num_nodes": 2, "devices": 2},
+            "srun started 3 task(s) on 2 host(s), but the run is 2 node(s) x 2 device(s): give srun the same "
+            "--ntasks-per-node on every host",
+        ),
+        (
+            {"num_nodes": 2, "environ": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}},
+            "trainer.num_nodes=2 in a SLURM job, but not started by srun: no other host would start anything; use "
+            "srun --nodes=2 --ntasks-per-node=1 lit-mnist ...",
+        ),
+        (
+            {"num_nodes": 2, "environ": {"MASTER_ADDR": "node1"}},
+            "trainer.num_nodes=2, but MASTER_PORT, NODE_RANK not set: on every host export MASTER_ADDR and MASTER_PORT "
+            "of the first one and NODE_RANK from 0, or start with srun or torchrun",
+        ),
+    ],
+)
+def test_refuses_what_would_wait_for_ever(changes: dict[str, Any], error: str) -> None:
+    finding = launch.findings(description(**changes))[0]
+    assert finding.line == error
+    assert finding.is_fatal
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"environ": {"SLURM_NTASKS": "4"}, "num_nodes": 2, "devices": 2},
+        {**step(4, 2, "2(x2)"), "num_nodes": 2, "devices": 2},
+        {"environ": {"SLURM_NTASKS": "2"}, "devices": 2},
         {"environ": {"WORLD_SIZE": "2"}, "devices": 2},
+        {"environ": BY_HAND, "num_nodes": 2, "devices": 2},
         {"gpus": 2, "accelerator": "cuda", "devices": 2},
     ],
 )
 def test_says_nothing_where_all_is_used(changes: dict[str, Any]) -> None:
-    assert launch.warnings(description(**changes)) == []
+    assert launch.findings(description(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_task", "job"),
+    [
+        ({}, False, None),
+        (SRUN, True, "7"),
+        ({**SRUN, "SLURM_PTY_PORT": "4000"}, False, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, False, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"}, False, None),  # the shell of salloc
+        ({"SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}, False, "7"),
+        ({**SRUN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, True, "5_2"),
+    ],
+)
+def test_what_slurm_started(environ: dict[str, str], is_task: bool, job: str | None) -> None:
+    assert launch.is_srun_task(environ) == is_task
+    assert launch.slurm_job(environ) == job
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "places"),
+    [
+        ("node[1-2,7]", ["node1", "node1", "node2", "node2", "node7", "node7", "node rank 3"]),
+        ("a,b", ["a", "a", "b", "b", "node rank 2"]),
+        (
+            "gpu[008-010]-ib,login",
+            ["gpu008-ib", "gpu008-ib", "gpu009-ib", "gpu009-ib", "gpu010-ib", "gpu010-ib", "login"],
+        ),
+    ],
+)
+def test_names_the_host_of_a_rank_that_is_missing(nodelist: str, places: list[str]) -> None:
+    environ = {**SRUN, "SLURM_STEP_NODELIST": nodelist}
+    assert [hosts.place(rank, 2, environ) for rank in range(len(places))] == [
+        f"rank {rank} ({place})" for rank, place in enumerate(places)
+    ]

@@ -84,3 +84,14 @@ def test_training_on_three_ranks_is_training_on_one(launcher: str, tmp_path: Pat
     losses = [[float(row["train_loss"]) for row in rows(run) if row["train_loss"]] for run in runs]
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_left_over_slurm_variable_changes_nothing(tmp_path: Path) -> None:
+    """As in a shell or a notebook that a SLURM job has started: Lightning alone would train on one process."""
+    done = start(
+        "fit", *SMOKE, "--trainer.accelerator", "cpu", "--trainer.devices", "2", cwd=tmp_path,
+        SLURM_NTASKS="1", SLURM_JOB_ID="7", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "launcher Lightning world size 2 = 1 node(s) x 2 cpu device(s)" in " ".join(done.stdout.split())
+    assert (tmp_path / "runs" / "version_0").is_dir()

@@ -1,0 +1,66 @@
+"""Requests to stop a command: signals, taken by a thread, so that no handler runs in the middle of anything.
+
+Needs the standard library alone: it has to be there before the seconds in which torch is imported.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+_TAKEN = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+class StopRequests:
+    """Takes SIGUSR1, SIGTERM and SIGINT from all threads of this process, and tells one listener of the first.
+
+    The signals are blocked, and a thread waits for them: no handler runs, neither Lightning's, which calls collectives,
+    nor Python's, which cannot while the main thread waits for other ranks. Processes started from here inherit the
+    block, so that data loading workers outlive a request as they should. A second SIGINT ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._listener: Callable[[signal.Signals], None] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._released = False
+
+    def take(self) -> None:
+        """Begin; to be called in the main thread before another is started."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
+        self._thread = threading.Thread(target=self._wait, daemon=True, name="stop requests")
+        self._thread.start()
+
+    def listen(self, listener: Callable[[signal.Signals], None]) -> None:
+        """Call `listener` in the thread of requests at the first signal, or now if that was before."""
+        with self._lock:
+            self._listener = listener
+            received = self.received
+        if received:
+            listener(received)
+
+    def release(self) -> None:
+        """Let the signals do again what they do by default; one that was taken does it now."""
+        if self._thread is None:
+            return
+        self._released = True
+        signal.pthread_kill(self._thread.ident or 0, signal.SIGUSR1)  # wakes it up
+        self._thread.join()
+        self._thread = None
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
+        if self.received:
+            os.kill(os.getpid(), self.received)
+
+    def _wait(self) -> None:
+        while True:
+            received = signal.Signals(signal.sigwait(_TAKEN))
+            if self._released and received == signal.SIGUSR1:
+                return
+            if self.received and received == signal.SIGINT:
+                os._exit(128 + signal.SIGINT)
+            with self._lock:
+                first, self.received = self.received is None, self.received or received
+                listener = self._listener
+            if first and listener:
+                listener(received)
