@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse.typing import PositiveFloat
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -27,8 +26,9 @@ from lit_mnist.rehearsal import rehearse
 from lit_mnist.report import Report, progress_bar
 from lit_mnist.resume import RunFolder, Start, find_start, is_finished
 from lit_mnist.signals import StopRequests
-from lit_mnist.strategy import watch_ddp
+from lit_mnist.strategy import require_processes_of_their_own, watch_ddp
 
+_LONGEST_WAIT = 1_000_000  # seconds: eleven days
 _PARSER = {"default_env": True, "env_prefix": "LIT_MNIST", "allow_abbrev": False}
 
 
@@ -133,7 +133,7 @@ class _CommandLine(LightningCLI):
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
         parser.add_argument(
             "--timeout",
-            type=PositiveFloat,
+            type=float,
             default=120.0,
             help="Seconds after which a wait for another process of the run is given up: to meet at the start, to give "
             "a sign of life, to come to a collective. To be above the longest that one may let the others wait, as by "
@@ -161,6 +161,8 @@ class _CommandLine(LightningCLI):
             seed = options.seed_everything
             if not isinstance(seed, bool) and not 0 <= seed < 2**32:
                 raise UserError(f"seed_everything={seed}: expected 0 ... {2**32 - 1}")
+            if not 0 < options.timeout <= _LONGEST_WAIT:
+                raise UserError(f"timeout={options.timeout:g}: expected seconds above 0, {_LONGEST_WAIT:,} at most")
 
     def _set_defaults(self, hyperparameters: dict[str, Any]) -> None:
         subparser = self.subparsers[list(self.subcommands()).index(self.config.subcommand)]
@@ -178,6 +180,7 @@ class _CommandLine(LightningCLI):
         if self.ckpt_path != "last":  # the config saved to a folder must not mean that folder
             options.ckpt_path = self.ckpt_path
         require_devices(options.trainer.accelerator, options.trainer.devices)
+        require_processes_of_their_own(options.trainer.strategy)
 
     def instantiate_classes(self) -> None:
         with user_mistakes():

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ma
 
 from lit_mnist import hosts, launch
 from lit_mnist.desk import Desk
+from lit_mnist.errors import UserError
 from lit_mnist.peers import Peers
 from lit_mnist.wire import Meeting, Member
 
@@ -92,6 +93,19 @@ class WatchedDDP(DDPStrategy):
             self.on_met(peers)
         assert peers.store
         return store or TCPStore(*peers.store, is_master=False, timeout=self._bound)
+
+
+def require_processes_of_their_own(strategy: Any) -> None:
+    """Refuse the strategies whose processes do not run this command, but are copies of one that does.
+
+    Args:
+        strategy: `--trainer.strategy` as given.
+
+    Raises:
+        UserError: If it is one of them.
+    """
+    if isinstance(strategy, str) and strategy.endswith(("_spawn", "_fork", "_notebook")):
+        raise UserError(f"trainer.strategy={strategy} is for notebooks: use --trainer.strategy ddp")
 
 
 def watch_ddp(strategy: Any, timeout: timedelta, on_met: Callable[[Peers], None]) -> bool:

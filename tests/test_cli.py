@@ -264,6 +264,10 @@ def test_fast_dev_run_leaves_nothing(command: Command) -> None:
         ("fit --trainer 3", "2 "),
         ("fit --config binary.yaml", "2 "),
         ("fit --seed_everything -1", "2 seed_everything=-1: expected 0 ... 4294967295"),
+        ("fit --timeout 0", "2 timeout=0: expected seconds above 0, 1,000,000 at most"),
+        ("validate --timeout 1e9", "2 timeout=1e+09: expected seconds above 0, 1,000,000 at most"),
+        ("fit --timeout abc", "2 timeout=abc: expected float"),
+        ("fit --trainer.strategy ddp_spawn", "2 trainer.strategy=ddp_spawn is for notebooks: use --trainer"),
         ("fit --model.std 0", "2 model.std=0.0: expected a finite number above 0"),
         (
             "fit --model.optimizer.lr -1",

@@ -84,10 +84,9 @@ def test_worlds(lab: Lab, hosts: int, tasks: int, train_sbatch: Path, one_proces
     world = hosts * tasks
     size = (f"--nodes={hosts}", f"--ntasks-per-node={tasks}")
     log = lab.folder / "weights"
-    job = submit(
-        lab, train_sbatch, *PLAIN, "--trainer.callbacks+=tests.stops.WeightLog", "--trainer.callbacks.path", str(log),
-        sbatch=size,
-    )  # fmt: skip
+    config = str(PROJECT / "configs" / "ddp_cpu.yaml")  # whose devices are not this job's
+    logged = ("--trainer.callbacks+=tests.stops.WeightLog", "--trainer.callbacks.path", str(log))
+    job = submit(lab, train_sbatch, *PLAIN, "--config", config, *logged, sbatch=size)
     found = completed(lab, job)
     text = " ".join(said(lab, job).split())
     assert f"launcher SLURM world size {world} = {hosts} node(s) x {tasks} cpu device(s) backend gloo" in text
