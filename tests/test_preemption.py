@@ -183,22 +183,22 @@ def test_requests_at_random_moments(ranks: int, tmp_path: Path, uninterrupted: d
     """Any of the signals, to any rank or to all, again and again until the run is done."""
     draw = random.Random(ranks)
     stops = 0
-    for run in range(10):
+    for run in range(4):
         folder = tmp_path / str(run)
         folder.mkdir()
         for attempt in range(30):
             process = begin("fit", *SHORT, "--trainer.devices", str(ranks), cwd=folder)
-            time.sleep(draw.uniform(0, 9))
+            time.sleep(draw.uniform(0, 14))
             listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
             every = [str(process.pid), *listed]
             received = draw.choice(["USR1", "TERM", "INT"])
             subprocess.run(["kill", f"-{received}", *(every if draw.random() < 0.5 else [draw.choice(every)])])
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=200)  # above --timeout: a rank that is missed is named before
             if (folder / CKPT).exists():
                 load_checkpoint(folder / CKPT)
             if process.returncode == 0:
                 break
-            assert process.returncode in (75, 128 + 10, -10, -15, 143), said
+            assert process.returncode in (75, -10, -15, -2), said
             assert attempt < 29, "no progress"
             stops += process.returncode == 75
         assert difference(uninterrupted[ranks], outcome(folder / "runs" / "version_0")) == ""

@@ -13,6 +13,7 @@ from tests.cluster.conftest import Lab, Started, wait_for
 from tests.test_resume import SHORT
 
 BOUND = 12.0
+START = 120.0  # seconds in which a process imports and comes to its first words, on a machine that is busy
 RUN = (
     *("lit-mnist", "fit", *SHORT, "--data.global_batch_size", "48", "--timeout", f"{BOUND:g}"),
     *("--trainer.strategy", "ddp", "--trainer.num_nodes", "2", "--trainer.devices", "1"),
@@ -66,7 +67,7 @@ def nothing_is_left(lab: Lab, *nodes: int) -> bool:
 def test_a_host_that_never_starts(lab: Lab) -> None:
     since = time.monotonic()
     one = by_hand(lab, 1)
-    ends(one, since, BOUND + 30)  # with the time to start
+    ends(one, since, BOUND + START)  # with the time to start
     assert one.process.returncode == 1
     assert re.fullmatch(
         rf"rank 1 \(node rank 1\) did not come, rank 0 {ME} came within 12 s: were all hosts started, .*",
@@ -77,7 +78,7 @@ def test_a_host_that_never_starts(lab: Lab) -> None:
 
 def test_the_first_host_never_starts(lab: Lab) -> None:
     two = by_hand(lab, 2)
-    ends(two, time.monotonic(), BOUND + 30)
+    ends(two, time.monotonic(), BOUND + START)
     assert two.process.returncode == 1
     reason = rf"rank 1 {YOU} could not reach rank 0 at node1:29500 within 12 s \(Connection refused\): were all .*"
     assert re.fullmatch(reason, last_error(two))
@@ -96,8 +97,8 @@ def test_the_first_host_never_starts(lab: Lab) -> None:
 def test_a_wrong_master_on_the_second_host(master: str, reason: str, lab: Lab) -> None:
     one, two = by_hand(lab, 1), by_hand(lab, 2, master=master)
     since = time.monotonic()
-    ends(one, since, BOUND + 30)
-    ends(two, since, BOUND + 30)
+    ends(one, since, BOUND + START)
+    ends(two, since, BOUND + START)
     assert one.process.returncode == two.process.returncode == 1
     assert re.fullmatch(rf"rank 1 \(node rank 1\) did not come, rank 0 {ME} came .*", last_error(one))
     found = rf"rank 1 {YOU} could not reach rank 0 at {master}:29500 within 12 s \(({reason})\): .*"
@@ -107,7 +108,7 @@ def test_a_wrong_master_on_the_second_host(master: str, reason: str, lab: Lab) -
 @pytest.mark.parametrize("master", ["ctl", "nowhere"])
 def test_a_wrong_master_on_the_first_host(master: str, lab: Lab) -> None:
     one = by_hand(lab, 1, master=master)
-    ends(one, time.monotonic(), 30)
+    ends(one, time.monotonic(), START)
     assert one.process.returncode == 2
     problem = "is not an address of node1, where rank 0 is" if master == "ctl" else "is no address that node1 knows"
     assert f"MASTER_ADDR={master} {problem}" in last_error(one)
@@ -118,10 +119,10 @@ def test_the_masters_port_is_taken(lab: Lab) -> None:
     time.sleep(1)
     since = time.monotonic()
     one, two = by_hand(lab, 1), by_hand(lab, 2)
-    ends(one, since, 30)
+    ends(one, since, START)
     assert one.process.returncode == 2
     assert "MASTER_PORT=29500 cannot be used on node1 (Address already in use): another run or" in last_error(one)
-    ends(two, since, BOUND + 30)
+    ends(two, since, BOUND + START)
     assert two.process.returncode == 1
     assert "(what answers there is not this run's rank 0)" in last_error(two)
     taken.process.kill()
@@ -142,14 +143,14 @@ def test_hosts_that_disagree(first: tuple[str, ...], second: tuple[str, ...], er
     one, two = by_hand(lab, 1, *first), by_hand(lab, 2, *second)
     since = time.monotonic()
     for process in (one, two):
-        ends(process, since, 30)
+        ends(process, since, START)
         assert process.process.returncode != 0
         assert re.fullmatch(error, last_error(process))
 
 
 def test_two_hosts_that_think_they_are_the_first(lab: Lab) -> None:
     two = by_hand(lab, 2, rank=0)
-    ends(two, time.monotonic(), 30)
+    ends(two, time.monotonic(), START)
     assert two.process.returncode == 2
     assert "MASTER_ADDR=node1 is not an address of node2, where rank 0 is" in last_error(two)
 
@@ -160,7 +161,7 @@ def test_two_hosts_with_the_same_rank(lab: Lab) -> None:
     since = time.monotonic()
     processes = [by_hand(lab, 1, *size), by_hand(lab, 2, *size), by_hand(lab, 3, *size, rank=1)]
     for process in processes:
-        ends(process, since, 60)
+        ends(process, since, START)
         assert process.process.returncode == 2
         assert re.fullmatch(
             r"rank 1 \(node[23], .* and rank 1 \(node[23], .* are the same rank: give .*", last_error(process)
@@ -172,7 +173,7 @@ def test_a_name_that_is_loopback(lab: Lab) -> None:
     both = by_hand(lab, 1), by_hand(lab, 2)
     since = time.monotonic()
     for process in both:
-        ends(process, since, 30)
+        ends(process, since, START)
         assert process.process.returncode == 2
         assert last_error(process).startswith(
             "node1 takes its own name for 127.0.1.1, which other hosts cannot reach: export GLOO_SOCKET_IFNAME=eth0 "
