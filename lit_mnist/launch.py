@@ -134,6 +134,12 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
     return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
 
 
+def is_first_of_host(environ: Mapping[str, str]) -> bool:
+    """Whether this is the first process of its host, which speaks for it before the ranks have met."""
+    local = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_srun_task(environ) else None)
+    return local in (None, "0")
+
+
 def run_name(environ: Mapping[str, str]) -> str:
     """What tells a run's processes from those of others: the launcher's names for it."""
     names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"

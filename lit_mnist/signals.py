@@ -53,12 +53,15 @@ class StopRequests:
             os.kill(os.getpid(), self.received)
 
     def _wait(self) -> None:
+        interrupts = 0
         while True:
             received = signal.Signals(signal.sigwait(_TAKEN))
             if self._released and received == signal.SIGUSR1:
                 return
-            if self.received and received == signal.SIGINT:
-                os._exit(128 + signal.SIGINT)
+            if received == signal.SIGINT:
+                interrupts += 1
+                if interrupts > 1:
+                    os._exit(128 + signal.SIGINT)
             with self._lock:
                 first, self.received = self.received is None, self.received or received
                 listener = self._listener

@@ -195,6 +195,16 @@ def test_what_slurm_started(environ: dict[str, str], is_task: bool, job: str | N
     assert launch.slurm_job(environ) == job
 
 
+@pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
+def test_sbatch_reads_all_options_of_a_script(name: str) -> None:
+    """It stops at the first command."""
+    lines = (CONFIGS.parent / "slurm" / name).read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert [line for line in lines[:first] if line.startswith("#SBATCH ")] == options
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(options)
+
+
 @pytest.mark.parametrize(
     ("nodelist", "places"),
     [
