@@ -43,7 +43,7 @@ class Desk(threading.Thread):
         self._seats: dict[int, _Seat] = {}
         self._twice: _Seat | None = None
         self._untold: dict[str, Any] | None = None
-        self._called = False
+        self._complete = False
         self._closed = False
         self._hold: str | None = None
         self._suffered: dict[int, str] = {}  # by rank: how a collective failed there
@@ -63,10 +63,10 @@ class Desk(threading.Thread):
             now = time.monotonic()
             if self._closed or now < last + TICK / 2:
                 continue
-            if not self._called and now >= notice:
+            if not self._complete and now >= notice:
                 notice = deadline + 1
                 complain(f"{self._absent()}; waiting up to {self.meeting.bound:g} s", "note")
-            if not self._called and now >= deadline:
+            if not self._complete and now >= deadline:
                 self._end(f"{self._absent()} within {self.meeting.bound:g} s: {UNMET}")
             else:
                 self._watch(min(now - last, 2 * TICK))  # less than passed, where this process itself was stopped
@@ -112,7 +112,7 @@ class Desk(threading.Thread):
             self._suffered[seat.member.rank] = message["suffered"]
         elif "stop" in message and self._hold is None:
             self._hold = message["stop"]
-            if self._called:
+            if self._complete:
                 self._say({"hold": self._hold})
         elif "passed" in message:
             seat.passed = message["passed"]
@@ -127,7 +127,7 @@ class Desk(threading.Thread):
                 self._close()
 
     def _seat(self, seat: "_Seat", message: dict[str, Any]) -> None:
-        if message["run"] != self.meeting.run or self._called:
+        if message["run"] != self.meeting.run or self._complete:
             seat.wire.send({"welcome": False})
             return
         seat.wire.send({"welcome": True})
@@ -147,10 +147,10 @@ class Desk(threading.Thread):
                 "--trainer.num_nodes and --trainer.devices on every host"
             )
         elif len(self._seats) == self.meeting.world_size:
-            self._call_the_roll()
+            self._begin()
 
-    def _call_the_roll(self) -> None:
-        self._called = True
+    def _begin(self) -> None:
+        self._complete = True
         members = self._members()
         problem = self.meeting.judge(members)
         if problem:
@@ -218,7 +218,7 @@ class Desk(threading.Thread):
             self._untold = {"verdict": verdict, "gone": gone, "status": status, "frozen": frozen}
             return
         said = {"end": verdict, "gone": list(gone), "status": status, "frozen": frozen}
-        self._say(said if self._called else {**said, "roll": self._roll()})
+        self._say(said if self._complete else {**said, "roll": self._roll()})
         self._close()
 
     def _say(self, message: dict[str, Any]) -> None:

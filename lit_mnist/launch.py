@@ -212,6 +212,11 @@ def _hosts_by_hand(launch: Launch) -> Finding | None:
                 "MASTER_ADDR and MASTER_PORT of the first one and NODE_RANK from 0, or start with srun or torchrun",
                 is_fatal=True,
             )
+        rank = launch.environ["NODE_RANK"]
+        if not rank.isdigit() or int(rank) >= launch.num_nodes:
+            return Finding(
+                f"NODE_RANK={rank}: expected 0 ... {launch.num_nodes - 1}, on each host another", is_fatal=True
+            )
     return None
 
 

@@ -42,7 +42,7 @@ class StopOnRequest(Checkpoint):
         """All ranks have met: `peers` are they."""
         self.peers = peers
         if self.requests.received:  # it came before
-            self._request(self.requests.received) if self.last else self._end(self.requests.received)
+            (self._request if self.last else self._end)(self.requests.received)
 
     def listen(self, last: LastCheckpoint | None) -> None:
         """Take requests from now on.

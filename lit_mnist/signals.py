@@ -23,14 +23,11 @@ class StopRequests:
         self.received: signal.Signals | None = None
         self._listener: Callable[[signal.Signals], None] | None = None
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._released = False
 
     def take(self) -> None:
         """Begin; to be called in the main thread before another is started."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
-        self._thread = threading.Thread(target=self._wait, daemon=True, name="stop requests")
-        self._thread.start()
+        threading.Thread(target=self._wait, daemon=True, name="stop requests").start()
 
     def listen(self, listener: Callable[[signal.Signals], None]) -> None:
         """Call `listener` in the thread of requests at the first signal, or now if that was before."""
@@ -40,24 +37,10 @@ class StopRequests:
         if received:
             listener(received)
 
-    def release(self) -> None:
-        """Let the signals do again what they do by default; one that was taken does it now."""
-        if self._thread is None:
-            return
-        self._released = True
-        signal.pthread_kill(self._thread.ident or 0, signal.SIGUSR1)  # wakes it up
-        self._thread.join()
-        self._thread = None
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
-        if self.received:
-            os.kill(os.getpid(), self.received)
-
     def _wait(self) -> None:
         interrupts = 0
         while True:
             received = signal.Signals(signal.sigwait(_TAKEN))
-            if self._released and received == signal.SIGUSR1:
-                return
             if received == signal.SIGINT:
                 interrupts += 1
                 if interrupts > 1:

@@ -163,6 +163,13 @@ def test_refuses_what_would_wait_for_ever(changes: dict[str, Any], error: str) -
     assert finding.is_fatal
 
 
+@pytest.mark.parametrize("rank", ["2", "5", "-1"])
+def test_refuses_a_node_rank_that_is_none(rank: str) -> None:
+    (finding,) = launch.findings(description(num_nodes=2, environ={**BY_HAND, "NODE_RANK": rank}))
+    assert finding.line == f"NODE_RANK={rank}: expected 0 ... 1, on each host another"
+    assert finding.is_fatal
+
+
 @pytest.mark.parametrize(
     "changes",
     [
