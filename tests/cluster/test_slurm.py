@@ -153,6 +153,22 @@ def test_scontrol_requeue(lab: Lab, train_sbatch: Path, uninterrupted: dict[str,
     assert difference(uninterrupted, completed(lab, job)) == ""
 
 
+@pytest.mark.parametrize("lab", [(2, {"conf": "JobRequeue=0\nJobFileAppend=0"})], indirect=True)
+def test_a_site_whose_defaults_are_others(lab: Lab, train_sbatch: Path, uninterrupted: dict[str, Any]) -> None:
+    """The script itself asks to be queued again, to add to its output, and where that is."""
+    options = (*PACED, "0.3", "--trainer.default_root_dir", str(lab.folder / "runs"))
+    job = lab.submit(train_sbatch, *options, to=(f"--chdir={lab.folder}",))
+    output = lab.folder / f"lit-mnist-{job}.out"
+    log = lab.folder / "runs" / job / "metrics.csv"
+    wait_for(lambda: log.exists() and "\n5," in log.read_text(), 90, lambda: lab.state(job))
+    lab.slurm("scancel", "--signal=USR1", job)
+    wait_for(lambda: lab.value(job, "Restarts") == "1", 60, output.read_text)
+    assert difference(uninterrupted, completed(lab, job)) == ""
+    text = output.read_text()
+    assert text.count("launcher         SLURM") == 2, text
+    assert f"job {job} is requeued" in text
+
+
 def test_scancel_is_not_undone(lab: Lab, train_sbatch: Path) -> None:
     """A person who cancels a job does not find it in the queue again; its checkpoint is there."""
     job = submit(lab, train_sbatch, pace="0.3")
