@@ -3,6 +3,8 @@
 Names are imported when first used, so that importing the package costs nothing and configures nothing.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +26,25 @@ def main(args: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: With status 2 for what the user typed, 1 for a run that failed, 75 for one that stopped on request.
+        KeyboardInterrupt: If `args` are given and Ctrl-C ends a run of one process.
     """
     from lit_mnist.signals import StopRequests
 
     requests = StopRequests()
     if args is None:  # a process of its own, not a call from a script or a notebook, whose signals are theirs
+        _open_streams()
         requests.take()  # before the seconds that the next import takes
 
     from lit_mnist.cli import run
 
     run(args, requests)
+
+
+def _open_streams() -> None:
+    """Let standard streams that are closed lead nowhere, before the next file that is opened takes their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def __getattr__(name: str) -> Any:

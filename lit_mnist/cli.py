@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import sys
 import warnings
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lit_mnist.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from lit_mnist.data import MNISTDataModule
 from lit_mnist.ending import run_to_its_end
-from lit_mnist.errors import UserError, complain, one_line, user_mistakes
+from lit_mnist.errors import UserError, one_line, user_mistakes
 from lit_mnist.launch import cluster_environment, require_devices
 from lit_mnist.module import LitMNIST
 from lit_mnist.predictions import PredictionWriter
@@ -27,6 +28,7 @@ from lit_mnist.report import Report, progress_bar
 from lit_mnist.resume import RunFolder, Start, find_start, is_finished
 from lit_mnist.signals import StopRequests
 from lit_mnist.strategy import require_processes_of_their_own, watch_ddp
+from lit_mnist.surroundings import require_numbers
 
 _LONGEST_WAIT = 1_000_000  # seconds: eleven days
 _PARSER = {"default_env": True, "env_prefix": "LIT_MNIST", "allow_abbrev": False}
@@ -70,6 +72,7 @@ def run(args: list[str] | None, requests: StopRequests) -> None:
                 save_config_kwargs={"save_to_log_dir": False},
                 auto_configure_optimizers=False,
             ),
+            is_own_process=args is None,
         )
     if status:
         sys.exit(status)
@@ -179,6 +182,7 @@ class _CommandLine(LightningCLI):
         options = self.config[self.subcommand]
         if self.ckpt_path != "last":  # the config saved to a folder must not mean that folder
             options.ckpt_path = self.ckpt_path
+        require_numbers(os.environ)
         require_devices(options.trainer.accelerator, options.trainer.devices)
         require_processes_of_their_own(options.trainer.strategy)
 
@@ -268,8 +272,7 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         groups = {"trainer": Trainer, "model": LitMNIST, "data": MNISTDataModule, "checkpoint": LastCheckpoint}
         keys = [f"{group}.{name}" for group, kind in groups.items() for name in inspect.signature(kind).parameters]
-        complain(one_line(message, keys))
-        sys.exit(2)
+        raise UserError(one_line(message, keys)) from ex
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -5,12 +5,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lit_mnist.errors import UserError, complain
-from lit_mnist.wire import GRACE, TICK, UNMET, Meeting, Member, Wire, died, silent
+from lit_mnist.wire import GRACE, TICK, UNMET, Meeting, Member, Verdict, Wire
 
 
 class Desk(threading.Thread):
@@ -42,7 +41,7 @@ class Desk(threading.Thread):
         self._selector.register(self._server, selectors.EVENT_READ)
         self._seats: dict[int, _Seat] = {}
         self._twice: _Seat | None = None
-        self._untold: dict[str, Any] | None = None
+        self._untold: Verdict | None = None
         self._complete = False
         self._closed = False
         self._hold: str | None = None
@@ -67,7 +66,7 @@ class Desk(threading.Thread):
                 notice = deadline + 1
                 complain(f"{self._absent()}; waiting up to {self.meeting.bound:g} s", "note")
             if not self._complete and now >= deadline:
-                self._end(f"{self._absent()} within {self.meeting.bound:g} s: {UNMET}")
+                self._end(Verdict(f"{self._absent()} within {self.meeting.bound:g} s: {UNMET}"))
             else:
                 self._watch(min(now - last, 2 * TICK))  # less than passed, where this process itself was stopped
             last = now
@@ -85,8 +84,8 @@ class Desk(threading.Thread):
         messages = seat.wire.receive(0)
         if messages is None:
             self._dismiss(seat)
-            if seat.member and not seat.left:
-                self._end(died(str(seat.member), seat.at), [seat.member.rank])
+            if seat.member:
+                self._end(Verdict.of_the_dead(seat.member.rank, str(seat.member), seat.at))
             return
         seat.silence = 0.0
         for message in messages:
@@ -107,7 +106,9 @@ class Desk(threading.Thread):
         elif seat.member is None:
             return
         elif "failed" in message:
-            self._end(f"{seat.member} failed at {seat.at}: {message['failed']}", [seat.member.rank])
+            rank = seat.member.rank
+            words = f"{seat.member} failed at {seat.at}: {message['failed']}"
+            self._end(Verdict(words, gone=[rank], said_by=rank if message["is_said"] else None))
         elif "suffered" in message:
             self._suffered[seat.member.rank] = message["suffered"]
         elif "stop" in message and self._hold is None:
@@ -125,6 +126,12 @@ class Desk(threading.Thread):
             if all(s.left for s in self._seats.values()):
                 self._say({"bye": self._seats[0].status})
                 self._close()
+        elif "gone" in message and seat.member.rank:
+            del self._seats[seat.member.rank]
+            self._dismiss(seat)
+        elif "gone" in message:
+            self._say({"bye": 0})
+            self._close()
 
     def _seat(self, seat: "_Seat", message: dict[str, Any]) -> None:
         if message["run"] != self.meeting.run or self._complete:
@@ -134,7 +141,7 @@ class Desk(threading.Thread):
         member = seat.member = Member(**message["hello"])
         held = self._seats.setdefault(member.rank, seat)
         if member.rank == 0 and self._untold is not None:
-            self._end(**self._untold)
+            self._end(self._untold)
         elif held is not seat:
             self._twice = seat
             self._differ(
@@ -162,17 +169,17 @@ class Desk(threading.Thread):
 
     def _watch(self, elapsed: float) -> None:
         """Find who is silent for too long, and who it was when collectives failed without a word of a culprit."""
-        seats = [seat for seat in self._seats.values() if not seat.left and seat.member]
+        seats = [seat for seat in self._seats.values() if seat.member]
         for seat in seats:
             seat.silence += elapsed
             if seat.silence > self.meeting.bound and seat.member:
-                self._end(silent(str(seat.member), self.meeting.bound, seat.at), [seat.member.rank], frozen=True)
+                self._end(Verdict.of_the_silent(seat.member.rank, str(seat.member), seat.at, self.meeting.bound))
                 return
         if any(seat.left for seat in self._seats.values()):
             self._parting += elapsed
             if self._parting > self.meeting.bound:
-                names = ", ".join(f"{seat.member} at {seat.at}" for seat in seats)
-                self._end(f"{names} has not ended {self.meeting.bound:g} s after the others")
+                names = ", ".join(f"{seat.member} at {seat.at}" for seat in seats if not seat.left)
+                self._end(Verdict(f"{names} has not ended {self.meeting.bound:g} s after the others"))
                 return
         if self._suffered:
             self._suffering += elapsed
@@ -182,12 +189,13 @@ class Desk(threading.Thread):
             what = next(iter(self._suffered.values()))
             if quiet:
                 names = ", ".join(f"{seat.member} at {seat.at}" for seat in quiet)
-                self._end(f"no sign of life from {names}: frozen, or cut off ({what})", _ranks(quiet), frozen=True)
+                words = f"no sign of life from {names}: frozen, or cut off ({what})"
+                self._end(Verdict(words, gone=_ranks(quiet), frozen=True))
             elif waiting:
                 names = ", ".join(f"{seat.member} at {seat.at}" for seat in waiting)
-                self._end(f"{names} is alive but did not come to a collective: {what}")
+                self._end(Verdict(f"{names} is alive but did not come to a collective: {what}"))
             else:
-                self._end(f"a collective failed on all ranks, which are all alive: {what}")
+                self._end(Verdict(f"a collective failed on all ranks, which are all alive: {what}"))
         for seat in self._seats.values():
             seat.wire.send({})
 
@@ -203,21 +211,14 @@ class Desk(threading.Thread):
         return f"{_few(missing)} did not come, {_few(here)} came"
 
     def _differ(self, problem: str) -> None:
-        self._end(problem, status=2)
+        self._end(Verdict(problem, status=2))
 
-    def _end(self, verdict: str, gone: Sequence[int] = (), status: int = 1, frozen: bool = False) -> None:
-        """Tell all ranks to end.
-
-        Args:
-            verdict: Why.
-            gone: Ranks that cannot say it: they have ended, or do.
-            status: Exit status.
-            frozen: Whether those of `gone` do not end by themselves, and are to be killed where they are.
-        """
+    def _end(self, verdict: Verdict) -> None:
+        """Tell all ranks to end."""
         if 0 not in self._seats:  # it comes in a moment, to its own host, and would find the desk closed
-            self._untold = {"verdict": verdict, "gone": gone, "status": status, "frozen": frozen}
+            self._untold = verdict
             return
-        said = {"end": verdict, "gone": list(gone), "status": status, "frozen": frozen}
+        said = {"end": asdict(verdict)}
         self._say(said if self._complete else {**said, "roll": self._roll()})
         self._close()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lit_mnist.errors import UserError
-from lit_mnist.launch import is_srun_task
+from lit_mnist.surroundings import is_srun_task
 from lit_mnist.wire import Member
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
 from lit_mnist.errors import UserError
+from lit_mnist.surroundings import is_srun_task
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Launch:
         backend: Of the process group: `nccl` or `gloo`; None without one.
         gpus: GPUs that torch can use on this machine.
         cores: CPU cores this process may use.
+        is_repeatable: Whether its command can be started again, for other devices: it is a file or a module.
         environ: The environment variables.
     """
 
@@ -37,6 +40,7 @@ class Launch:
     backend: str | None
     gpus: int
     cores: int
+    is_repeatable: bool
     environ: Mapping[str, str]
 
     @property
@@ -70,6 +74,7 @@ def describe(trainer: Trainer) -> Launch:
         backend=backend(strategy),
         gpus=torch.cuda.device_count(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        is_repeatable=sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]),
         environ=os.environ,
     )
 
@@ -118,32 +123,6 @@ def cluster_environment() -> ClusterEnvironment | None:
         counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         os.environ["SLURM_NTASKS_PER_NODE"] = counts[0]
     return SLURMEnvironment(auto_requeue=False)
-
-
-def is_srun_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of a step's tasks, not a shell of a batch job or of a person."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < 2**31 and "SLURM_PTY_PORT" not in environ
-
-
-def slurm_job(environ: Mapping[str, str]) -> str | None:
-    """`<job>` or `<array job>_<task>` where SLURM runs this command, with srun or from a batch script; else None."""
-    if "SLURM_JOB_ID" not in environ or not (is_srun_task(environ) or environ.get("ENVIRONMENT") == "BATCH"):
-        return None
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else environ["SLURM_JOB_ID"]
-
-
-def is_first_of_host(environ: Mapping[str, str]) -> bool:
-    """Whether this is the first process of its host, which speaks for it before the ranks have met."""
-    local = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_srun_task(environ) else None)
-    return local in (None, "0")
-
-
-def run_name(environ: Mapping[str, str]) -> str:
-    """What tells a run's processes from those of others: the launcher's names for it."""
-    names = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
-    return " ".join(["lit-mnist", *(f"{name}={environ[name]}" for name in names if name in environ)])
 
 
 def backend(strategy: Strategy) -> str | None:
@@ -220,6 +199,16 @@ def _hosts_by_hand(launch: Launch) -> Finding | None:
     return None
 
 
+def _repeated_command(launch: Launch) -> Finding | None:
+    if launch.launcher != "Lightning" or launch.devices == 1 or launch.is_repeatable:
+        return None
+    return Finding(
+        f"trainer.devices={launch.devices}, but what runs here (`python -c`, standard input) cannot be started again "
+        "for the other processes: put it into a file",
+        is_fatal=True,
+    )
+
+
 def _torchruns(launch: Launch) -> Finding | None:
     environ = launch.environ
     if launch.launcher == "torchrun" and is_srun_task(environ):
@@ -265,6 +254,7 @@ CHECKS: tuple[Callable[[Launch], Finding | None], ...] = (
     _srun_tasks,
     _srun_forgotten,
     _hosts_by_hand,
+    _repeated_command,
     _torchruns,
     _world_size,
     _idle_gpus,

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lit_mnist.errors import RunError, UserError, complain
-from lit_mnist.wire import GRACE, TICK, UNMET, Meeting, Member, Wire, died, silent, started_at
+from lit_mnist.wire import GRACE, TICK, UNMET, Meeting, Member, Verdict, Wire, is_alive
 
 
 class Peers:
@@ -41,10 +41,9 @@ class Peers:
         self._holding = False
         self._stop_at: int | None = None
         self._stop_reason = ""
-        self._verdict: str | None = None
-        self._status = 1
-        self._gone: list[int] = []
+        self._verdict: Verdict | None = None
         self._leaving = False
+        self._has_spoken = False
         self._met = False
         self._me: Member | None = None
         self._bound = 0.0
@@ -74,7 +73,7 @@ class Peers:
             if desk:
                 desk.join()
             peers._wire.close()
-            raise (UserError if peers._status == 2 else RunError)(peers._said())
+            raise (UserError if peers._verdict.status == 2 else RunError)(peers._words())
         peers._met = True
         return peers
 
@@ -109,15 +108,19 @@ class Peers:
         else:
             self._wire.send({"stop": f"{received.name} to {self._me}"})
 
-    def fail(self, reason: str) -> None:
-        """Tell the others that this rank fails, and why; it is about to end, and says itself what to say."""
+    def fail(self, reason: str, is_said: bool = False) -> None:
+        """Tell the others that this rank fails; it is about to end.
+
+        Args:
+            reason: Why.
+            is_said: Whether it says so itself, so that the others of its host need not.
+        """
         if self._wire is None:
             return
         with self._condition:
             self._leaving = True
-            self._wire.send({"failed": reason, "at": self._at})
+            self._wire.send({"failed": reason, "at": self._at, "is_said": is_said})
             self._condition.wait_for(lambda: self._verdict is not None, timeout=GRACE)
-        self._part()
 
     def explain(self, reason: str) -> str:
         """What to say of a failed collective: which rank failed first. Empty: another rank of this host says it.
@@ -131,7 +134,7 @@ class Peers:
             self._leaving = True
             self._wire.send({"suffered": reason, "at": self._at})
             self._condition.wait_for(lambda: self._verdict is not None, timeout=self._bound + 2 * GRACE)
-        return self._said() if self._verdict is not None else reason
+        return self._words() if self._verdict is not None else reason
 
     def leave(self, status: int) -> int:
         """Part from the others at the end of the command, within the bound.
@@ -151,24 +154,50 @@ class Peers:
             self._wire.send({"bye": status})
             self._condition.wait_for(lambda: self.status is not None or self._verdict is not None, self._bound + GRACE)
             self._leaving = True
-        if self._verdict is not None or status or self._desk:
-            self._part()
-        self._wire.close()
-        if self._verdict is not None:
-            raise RunError(self._said())
-        return status if self.status is None else self.status
-
-    def _part(self) -> None:
-        """Rank 0 waits until all have heard of the end, and the others until rank 0 has ended.
-
-        Lightning's launcher, which is rank 0's process, would be killed for a child that fails before it.
-        """
-        assert self._wire
         if self._desk:
             self._desk.join()
-        deadline = time.monotonic() + GRACE
-        while not self._desk and time.monotonic() < deadline and self._wire.receive(TICK) is not None:
-            pass
+        self._wire.close()
+        if self._verdict is not None:
+            raise RunError(self._words())
+        return status if self.status is None else self.status
+
+    def part(self) -> None:
+        """Go without a word on how it ended and without waiting: this rank needs none of the others any more."""
+        if self._wire is None:
+            return
+        self.status = 0
+        self._wire.send({"gone": True})
+        if self._desk:
+            self._desk.join(timeout=2 * GRACE)
+
+    def see_off(self, status: int) -> int:
+        """The last thing a process does: the first of each host waits for the others there to end, and kills those
+        that do not.
+
+        Args:
+            status: Exit status as it is.
+
+        Returns:
+            Exit status to end with: 1 where one had to be killed. 0 where Lightning started this process, which would
+            kill its own, the first, for any other; that one knows already how the run ended, and tells the shell.
+        """
+        if self._wire is None or self._me is None:
+            return status
+        here = self._here()
+        if not here or here[0].rank != self._me.rank:
+            return 0 if os.getppid() in [member.pid for member in here] else status
+        if self._desk:
+            self._desk.join(timeout=2 * GRACE)
+        patience = self._bound if self._verdict is None else 2 * GRACE
+        deadline = time.monotonic() + patience
+        while left := [member for member in here[1:] if is_alive(member)]:
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, left))
+                complain(f"{names} did not end within {patience:g} s after the others, and is killed")
+                self._kill(left)
+                return status or 1
+            time.sleep(0.01)
+        return status
 
     def _listen(self) -> None:
         """The thread of the connection: signs of life, and what the desk says."""
@@ -179,19 +208,18 @@ class Peers:
             since = time.monotonic()
             messages = self._wire.receive(TICK)
             if messages is None:
-                self._end(died(self._who(0), self._at), [0])
+                if self.status is None:
+                    self._end(Verdict.of_the_dead(0, self._who(0), self._at))
                 return
             silence = 0.0 if messages else silence + min(time.monotonic() - since, 2 * TICK)
             for message in messages:
                 if "end" in message:
                     self.roll = [Member(**member) for member in message["roll"]] if "roll" in message else self.roll
-                    self._end_frozen(message["gone"] if message["frozen"] else [])
-                    self._end(message["end"], message["gone"], message["status"])
+                    self._end(Verdict(**message["end"]))
                     return
                 self._hear(message)
             if silence > self._bound:
-                self._end_frozen([0])
-                self._end(silent(self._who(0), self._bound, self._at), [0])
+                self._end(Verdict.of_the_silent(0, self._who(0), self._at, self._bound))
                 return
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -211,32 +239,44 @@ class Peers:
                 self.status = message["bye"]
             self._condition.notify_all()
 
-    def _end(self, verdict: str, gone: list[int], status: int = 1) -> None:
+    def _end(self, verdict: Verdict) -> None:
         """End this process for another's failure, unless its main thread is about to end it."""
         assert self._wire
+        if verdict.frozen:
+            self._kill([member for member in self._here() if member.rank in verdict.gone])
         self._wire.finish()
         with self._condition:
-            self._verdict, self._gone, self._status = verdict, gone, status
+            self._verdict = verdict
             self._condition.notify_all()
         if not self._met:
             return  # the main thread waits for the meeting, and says what came of it
-        time.sleep(TICK / 2)  # it may fail in the same way, or wait in `explain`
+        if verdict.died and not self._leaving:
+            complain(self._words())  # at once: Lightning's launcher may be about to kill this process for it
+        time.sleep(TICK / 2)  # the main thread may fail in the same way
         if not self._leaving:
-            complain(self._said())
-            os._exit(status)
+            complain(self._words())
+            os._exit(self.see_off(verdict.status))
 
-    def _said(self) -> str:
-        """The verdict, on the first rank of each host that is left to say it; empty on others."""
+    def _words(self) -> str:
+        """Those of the verdict, once, on the first rank of each host that is left to say them; else empty."""
         assert self._me
-        left = [m.rank for m in self.roll if m.host == self._me.host and m.rank not in self._gone]
-        return self._verdict or "" if not left or self._me.rank == left[0] else ""
+        assert self._verdict
+        here = [member.rank for member in self._here()]
+        left = [rank for rank in here if rank not in self._verdict.gone]
+        with self._condition:
+            if self._has_spoken or self._verdict.said_by in here or (left and self._me.rank != left[0]):
+                return ""
+            self._has_spoken = True
+            return self._verdict.words
 
-    def _end_frozen(self, ranks: list[int]) -> None:
-        """SIGKILL to those of them that are on this host."""
-        for member in self.roll:
-            here = self._me and member.host == self._me.host and member.pid != self._me.pid
-            if here and member.rank in ranks and started_at(member.pid) == member.started:
+    def _kill(self, members: list[Member]) -> None:
+        for member in members:
+            if is_alive(member) and member.pid != os.getpid():
                 os.kill(member.pid, signal.SIGKILL)
+
+    def _here(self) -> list[Member]:
+        """Those of this host."""
+        return [member for member in self.roll if self._me and member.host == self._me.host]
 
     def _who(self, rank: int) -> str:
         return str(self.roll[rank]) if self._met else f"rank {rank}"

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lit_mnist.checkpoints import LastCheckpoint, ends_in_validation
-from lit_mnist.launch import slurm_job
 from lit_mnist.peers import Peers
 from lit_mnist.signals import StopRequests
+from lit_mnist.surroundings import is_rank_0, slurm_job
 
 STOPPED = 75  # exit status: EX_TEMPFAIL of sysexits.h, "the user is invited to retry"
 
@@ -90,8 +90,8 @@ class StopOnRequest(Checkpoint):
         self.peers.request_stop(received)
 
     def _end(self, received: signal.Signals) -> None:
-        self.peers.fail(f"ended by {received.name}")
-        os._exit(128 + received)
+        self.peers.fail(f"ended by {received.name}", is_said=is_rank_0(os.environ))  # where it was acknowledged
+        os._exit(self.peers.see_off(128 + received))
 
 
 def requeue(reason: str) -> tuple[bool, str]:

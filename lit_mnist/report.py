@@ -104,7 +104,7 @@ class Report(Callback):
             self.warn(f"{line}; going on from {going_on}")
         for finding in launch.findings(launch.describe(trainer)):
             if finding.is_fatal:
-                raise UserError(finding.line if launch.is_first_of_host(os.environ) else "")
+                raise UserError(finding.line)
             self.warn(finding.line)
 
     def warn(self, line: str) -> None:

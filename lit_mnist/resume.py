@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_mnist.checkpoints import LastCheckpoint, load_checkpoint
 from lit_mnist.errors import UserError
-from lit_mnist.launch import slurm_job
 from lit_mnist.metrics_csv import MetricsCSV, read_rows
+from lit_mnist.surroundings import slurm_job
 
 # Seconds in which a file made on one host is seen on all that share its folder.
 _NFS_LOOKS_AGAIN = 10.0

@@ -1,12 +1,15 @@
 """Requests to stop a command: signals, taken by a thread, so that no handler runs in the middle of anything.
 
-Needs the standard library alone: it has to be there before the seconds in which torch is imported.
+Imports nothing of size: it has to be there before the seconds in which torch is imported.
 """
 
 import os
 import signal
 import threading
 from collections.abc import Callable
+
+from lit_mnist.errors import complain
+from lit_mnist.surroundings import is_rank_0
 
 _TAKEN = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 
@@ -21,6 +24,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._any = threading.Event()
         self._listener: Callable[[signal.Signals], None] | None = None
         self._lock = threading.Lock()
 
@@ -37,6 +41,10 @@ class StopRequests:
         if received:
             listener(received)
 
+    def wait(self, timeout: float) -> bool:
+        """Whether one comes within `timeout` seconds, or has come."""
+        return self._any.wait(timeout)
+
     def _wait(self) -> None:
         interrupts = 0
         while True:
@@ -44,9 +52,18 @@ class StopRequests:
             if received == signal.SIGINT:
                 interrupts += 1
                 if interrupts > 1:
+                    _say("ended at once by a second Ctrl-C")
                     os._exit(128 + signal.SIGINT)
             with self._lock:
                 first, self.received = self.received is None, self.received or received
                 listener = self._listener
+            self._any.set()
+            if first:
+                _say(f"{received.name}: asked to stop; Ctrl-C twice ends it at once")
             if first and listener:
                 listener(received)
+
+
+def _say(line: str) -> None:
+    if is_rank_0(os.environ):
+        complain(line, "note")

@@ -1,6 +1,8 @@
 """DDP whose ranks meet before they form a process group, and are watched from then on."""
 
+import atexit
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,8 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ma
 
 from lit_mnist import hosts, launch
 from lit_mnist.desk import Desk
-from lit_mnist.errors import UserError
+from lit_mnist.errors import RunError, UserError, complain, one_line
 from lit_mnist.peers import Peers
+from lit_mnist.surroundings import run_name
 from lit_mnist.wire import Meeting, Member
 
 # Collectives wait a little longer than the peers do, who know who is missing.
@@ -31,7 +34,8 @@ class WatchedDDP(DDPStrategy):
 
     Args:
         timeout: The bound.
-        on_met: Called with the connection to the other ranks as soon as all have met.
+        on_met: Called with the connection to the other ranks as soon as all have met; it has to part from them. None:
+            the strategy does so itself, when the process exits.
         kwargs: Of `DDPStrategy`.
     """
 
@@ -43,7 +47,8 @@ class WatchedDDP(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout + _LONGER, **kwargs)
         self._bound = timeout
-        self.on_met = on_met
+        self.on_met = on_met or self._part_at_exit
+        self._peers = Peers()  # those to part from
 
     def setup_distributed(self) -> None:
         """Meet the other ranks, then form the process group over a store that rank 0 offers.
@@ -53,7 +58,12 @@ class WatchedDDP(DDPStrategy):
         """
         self.set_world_ranks()
         if not dist.is_initialized():
-            store = self._meet()
+            try:
+                store = self._meet()
+            except (RunError, UserError):
+                if self.launcher:  # it has started the other processes of this host, one of which may be frozen
+                    self.launcher.kill(signal.SIGKILL)
+                raise
             dist.init_process_group(
                 launch.backend(self),
                 store=store,
@@ -64,6 +74,23 @@ class WatchedDDP(DDPStrategy):
             )
         super().setup_distributed()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Say where this rank is."""
+        self._peers.at(f"batch {batch_idx}")
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, so that they end too."""
+        if not self._peers.is_alone:
+            if is_of_another_rank(exception):
+                complain(self._peers.explain(one_line(str(exception))))
+            self._peers.fail(one_line(f"{type(exception).__name__}: {exception}"), is_said=True)
+        super().on_exception(exception)
+
+    def _part_at_exit(self, peers: Peers) -> None:
+        self._peers = peers
+        atexit.register(peers.part)
+
     def _meet(self) -> TCPStore:
         environment = self.cluster_environment
         assert environment is not None
@@ -73,7 +100,7 @@ class WatchedDDP(DDPStrategy):
         meeting = Meeting(
             world_size=self.world_size,
             bound=self._bound.total_seconds(),
-            run=launch.run_name(os.environ),
+            run=run_name(os.environ),
             address=lambda: _address(host, port, agents),
             place=lambda missing: hosts.place(missing, devices, os.environ),
             judge=hosts.differences,
@@ -89,10 +116,14 @@ class WatchedDDP(DDPStrategy):
                 agents.set(_PORT_KEY, str(desk.port))
         facts = hosts.facts(devices, launch.backend(self))
         peers = Peers.meet(Member.this(rank, facts), meeting, desk)
-        if self.on_met:
-            self.on_met(peers)
+        self.on_met(peers)
         assert peers.store
         return store or TCPStore(*peers.store, is_master=False, timeout=self._bound)
+
+
+def is_of_another_rank(error: BaseException) -> bool:
+    """Whether it is another rank's failure, as a collective shows it: gloo raises bare RuntimeErrors."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
 
 
 def require_processes_of_their_own(strategy: Any) -> None:

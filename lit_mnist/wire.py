@@ -67,6 +67,39 @@ class Meeting:
     judge: Callable[[Sequence[Member]], str | None]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run ends.
+
+    Attributes:
+        words: In one line.
+        status: Exit status.
+        gone: The ranks at fault: they have ended or are about to.
+        died: Whether they have, without a word.
+        frozen: Whether they do not end by themselves, and are to be killed where they are.
+        said_by: The rank at fault, where it says so itself.
+    """
+
+    words: str
+    status: int = 1
+    gone: Sequence[int] = ()
+    died: bool = False
+    frozen: bool = False
+    said_by: int | None = None
+
+    @classmethod
+    def of_the_dead(cls, rank: int, who: str, at: str) -> "Verdict":
+        """`who`, at a place in the run, is no more."""
+        words = f"{who} died at {at}: its connection closed without a word (killed? out of memory?)"
+        return cls(words, gone=[rank], died=True)
+
+    @classmethod
+    def of_the_silent(cls, rank: int, who: str, at: str, bound: float) -> "Verdict":
+        """`who` has said nothing for `bound` seconds."""
+        reason = "it is frozen, or its host or network is gone"
+        return cls(f"{who}, at {at}, has given no sign of life for {bound:g} s: {reason}", gone=[rank], frozen=True)
+
+
 class Wire:
     """Messages, one JSON object a line, over a socket; sending never raises nor blocks for long."""
 
@@ -130,20 +163,18 @@ class Wire:
         return True if data else None
 
 
-def died(who: str, at: str) -> str:
-    return f"{who} died at {at}: its connection closed without a word (killed? out of memory?)"
-
-
-def silent(who: str, bound: float, at: str) -> str:
-    return f"{who}, at {at}, has given no sign of life for {bound:g} s: it is frozen, or its host or network is gone"
-
-
 def started_at(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where that cannot be known."""
+    """When a process started, in clock ticks since boot; 0 where it has ended, or that cannot be known."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if state in "ZX" else int(fields[18])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+def is_alive(member: Member) -> bool:
+    """Whether a process of this host has not ended; False where that cannot be known."""
+    return member.started != 0 and started_at(member.pid) == member.started
 
 
 def _parsed(line: bytes) -> Any:

@@ -23,7 +23,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher's variables and no command line of pytest's in the tests."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "SLURM_NTASKS", "PL_GLOBAL_SEED"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["lit-mnist"])
+    monkeypatch.setattr(sys, "argv", [str(Path(sys.executable).parent / "lit-mnist")])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Callbacks that end a run in the middle, put in by class path, and what it takes to compare two runs."""
 
+import atexit
 import hashlib
 import os
 import signal
@@ -72,6 +73,17 @@ class KillOnce(Callback):
         if trainer.global_step == self.step and trainer.global_rank == self.rank and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AtExit(Callback):
+    """Sends `SIG<how>` to a rank's own process when Python ends, after all that the command does."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, signal.Signals[f"SIG{how}"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.global_rank == self.rank:
+            atexit.register(os.kill, os.getpid(), self.how)
 
 
 class Pace(Callback):

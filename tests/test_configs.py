@@ -1,5 +1,6 @@
 """Every file in configs/ is run, the GPU one as far as a machine without a GPU can."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_mnist import hosts, launch
+from lit_mnist import hosts, launch, surroundings
+from lit_mnist.errors import UserError
 from tests.conftest import CONFIGS, Command, start
 
 
@@ -90,6 +92,7 @@ def description(**changes: Any) -> launch.Launch:
         "backend": None,
         "gpus": 0,
         "cores": 2,
+        "is_repeatable": True,
         "environ": {},
     }
     return launch.Launch(**{**base, **changes})
@@ -155,6 +158,11 @@ def test_warns_where_the_surroundings_promise_more(changes: dict[str, Any], warn
             "trainer.num_nodes=2, but MASTER_PORT, NODE_RANK not set: on every host export MASTER_ADDR and MASTER_PORT "
             "of the first one and NODE_RANK from 0, or start with srun or torchrun",
         ),
+        (
+            {"devices": 2, "is_repeatable": False},
+            "trainer.devices=2, but what runs here (`python -c`, standard input) cannot be started again for the other "
+            "processes: put it into a file",
+        ),
     ],
 )
 def test_refuses_what_would_wait_for_ever(changes: dict[str, Any], error: str) -> None:
@@ -171,9 +179,29 @@ def test_refuses_a_node_rank_that_is_none(rank: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("NODE_RANK", "x", "a whole number"),
+        ("LOCAL_RANK", "", "a whole number"),
+        ("WORLD_SIZE", "-1", "a whole number"),
+        ("MASTER_PORT", "x", "a port, 1 ... 65535"),
+        ("MASTER_PORT", "0", "a port, 1 ... 65535"),
+        ("MASTER_PORT", "65536", "a port, 1 ... 65535"),
+    ],
+)
+def test_refuses_what_is_no_number(name: str, value: str, wanted: str) -> None:
+    with pytest.raises(UserError) as refused:
+        surroundings.require_numbers({**BY_HAND, name: value})
+    assert str(refused.value) == f"{name}={value} in the environment: expected {wanted}; correct it, or unset it"
+    surroundings.require_numbers(BY_HAND)
+    surroundings.require_numbers({})
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {},
+        {"is_repeatable": False},
         {**step(4, 2, "2(x2)"), "num_nodes": 2, "devices": 2},
         {"environ": {"SLURM_NTASKS": "2"}, "devices": 2},
         {"environ": {"WORLD_SIZE": "2"}, "devices": 2},
@@ -198,8 +226,8 @@ def test_says_nothing_where_all_is_used(changes: dict[str, Any]) -> None:
     ],
 )
 def test_what_slurm_started(environ: dict[str, str], is_task: bool, job: str | None) -> None:
-    assert launch.is_srun_task(environ) == is_task
-    assert launch.slurm_job(environ) == job
+    assert surroundings.is_srun_task(environ) == is_task
+    assert surroundings.slurm_job(environ) == job
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
@@ -210,6 +238,15 @@ def test_sbatch_reads_all_options_of_a_script(name: str) -> None:
     options = [line for line in lines if line.startswith("#SBATCH ")]
     assert [line for line in lines[:first] if line.startswith("#SBATCH ")] == options
     assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(options)
+
+
+@pytest.mark.parametrize("option", ["--trainer.num_nodes", "--trainer.devices=4"])
+def test_the_batch_script_takes_sizes_from_slurm_alone(option: str) -> None:
+    script = CONFIGS.parent / "slurm" / "train.sbatch"
+    done = subprocess.run(["bash", script, "--config", "x", option, "5"], capture_output=True, text=True)
+    assert done.returncode == 2
+    said = "follows from --nodes and --ntasks-per-node: give those, to sbatch or at the top of the script"
+    assert done.stderr == f"{option} {said}\n"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def test_the_warning_before_the_time_limit(lab: Lab, train_sbatch: Path, uninter
     """Slurm looks at limits every 30 s, so `USR1@30` of a minute comes after about 20 s: steps must last until then."""
     job = submit(lab, train_sbatch, pace="1.5", sbatch=("--time=1", "--signal=USR1@30"))
     wait_for(lambda: lab.value(job, "Restarts") == "1", 90, lambda: said(lab, job))
-    found = completed(lab, job, timeout=200)
+    lab.slurm("scontrol", "update", f"jobid={job}", "timelimit=30")  # or a slow machine comes a step on each time
+    found = completed(lab, job)
     assert "on request (SIGUSR1" in said(lab, job)
     assert difference(uninterrupted, found) == ""
 
@@ -224,6 +225,14 @@ def test_without_scontrol_the_script_requeues(lab: Lab, uninterrupted: dict[str,
     wait_for(lambda: lab.value(job, "Restarts") == "1", 60, lambda: said(lab, job))
     assert f"scontrol is not here, so the batch script has to requeue job {job} on exit status 75" in said(lab, job)
     assert difference(uninterrupted, completed(lab, job)) == ""
+
+
+def test_a_mistake_is_said_once_a_host(lab: Lab, train_sbatch: Path) -> None:
+    job = submit(lab, train_sbatch, "--model.nonsense", "1", sbatch=("--ntasks-per-node=2",))
+    lab.wait(job, "FAILED", 90)
+    said_so = re.findall(r"^lit-mnist: error: (?:\[rank 2\] )?unknown option model.nonsense; .*", said(lab, job), re.M)
+    assert 1 <= len(said_so) <= 2, said(lab, job)
+    assert said(lab, job).count("error: ") - said(lab, job).count("srun: error: ") == len(said_so)
 
 
 @pytest.mark.parametrize("lab", [(2, {"gpus": "4", "cpus": "32"})], indirect=True)
