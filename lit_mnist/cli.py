@@ -17,10 +17,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from lit_mnist.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from lit_mnist.data import MNISTDataModule
+from lit_mnist.doctor import Doctor
 from lit_mnist.ending import run_to_its_end
-from lit_mnist.errors import UserError, one_line, user_mistakes
+from lit_mnist.errors import RunError, UserError, one_line, user_mistakes
 from lit_mnist.launch import cluster_environment, require_devices
 from lit_mnist.module import LitMNIST
+from lit_mnist.peers import Peers
 from lit_mnist.predictions import PredictionWriter
 from lit_mnist.preemption import StopOnRequest
 from lit_mnist.rehearsal import rehearse
@@ -31,6 +33,12 @@ from lit_mnist.strategy import require_processes_of_their_own, watch_ddp
 from lit_mnist.surroundings import require_numbers
 
 _LONGEST_WAIT = 1_000_000  # seconds: eleven days
+# The short training of the doctor: it ends by itself, keeps nothing, and makes plain steps.
+_FEW_STEPS = {
+    **dict.fromkeys(("min_epochs", "min_steps", "max_time", "gradient_clip_val", "callbacks", "profiler")),
+    **{"max_epochs": 1, "max_steps": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0},
+    **{"accumulate_grad_batches": 1, "fast_dev_run": False, "enable_progress_bar": False},
+}
 _PARSER = {"default_env": True, "env_prefix": "LIT_MNIST", "allow_abbrev": False}
 
 
@@ -48,6 +56,7 @@ def run(args: list[str] | None, requests: StopRequests) -> None:
             "(?s).*was deprecated in v4",  # the first such warning reads otherwise than the next
             ".*callbacks used to create the checkpoint.*",  # evaluation needs none of a training's callbacks
             ".*Checkpoint directory .* exists and is not empty",  # a run that is continued
+            ".*but have no `val_dataloader`.*",  # the doctor validates nothing
             ".*dirpath has changed.*",  # each run has its folder, also when it starts from another's checkpoint
         ):
             warnings.filterwarnings("ignore", pattern)
@@ -64,7 +73,7 @@ def run(args: list[str] | None, requests: StopRequests) -> None:
                 parser_kwargs={
                     "description": "Train one model on MNIST, on one process or on many machines.",
                     **_PARSER,
-                    **{name: dict(_PARSER) for name in LightningCLI.subcommands()},
+                    **{name: dict(_PARSER) for name in _CommandLine.subcommands()},
                 },
                 trainer_defaults={"default_root_dir": "runs", "max_epochs": 10, "enable_model_summary": False},
                 seed_everything_default=0,
@@ -116,6 +125,15 @@ class _Trainer(Trainer):
         """
         return super().predict(*args, **_plain(kwargs), ckpt_path=ckpt_path, return_predictions=False)
 
+    def doctor(self, model: Any, datamodule: Any, ckpt_path: str | None = None, json: Path | None = None) -> None:
+        """Know in a minute whether this launch will work, and why not: type it in the place of fit.
+
+        Args:
+            ckpt_path: As for fit; not read.
+            json: A file for all that is found, to be pasted into a report.
+        """
+        next(callback for callback in self.callbacks if isinstance(callback, Doctor)).examine(self, model, datamodule)
+
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "weights_only": True}
@@ -129,7 +147,18 @@ class _CommandLine(LightningCLI):
         self.subparsers: list[LightningArgumentParser] = []
         self.ckpt_path: str | None = None
         self.start = Start()
-        super().__init__(*args, **kwargs)
+        self.examiner: Doctor | None = None
+        try:
+            super().__init__(*args, **kwargs)
+        except (UserError, RunError) as error:
+            if self.examiner is None:
+                raise
+            self.examiner.refuse(error)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `doctor`."""
+        return {**LightningCLI.subcommands(), "doctor": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.subparsers.append(parser)
@@ -137,7 +166,7 @@ class _CommandLine(LightningCLI):
         parser.add_argument(
             "--timeout",
             type=float,
-            default=120.0,
+            default=60.0 if list(self.subcommands())[len(self.subparsers) - 1] == "doctor" else 120.0,
             help="Seconds after which a wait for another process of the run is given up: to meet at the start, to give "
             "a sign of life, to come to a collective. To be above the longest that one may let the others wait, as by "
             "writing a large checkpoint.",
@@ -154,8 +183,13 @@ class _CommandLine(LightningCLI):
         with user_mistakes():
             self.config = parser.parse_args(args)
             options = self.config[self.config.subcommand]
-            self.ckpt_path = options.ckpt_path
-            self.start = find_start(self.ckpt_path, Path(options.trainer.default_root_dir))
+            root = Path(options.trainer.default_root_dir)
+            if self.config.subcommand == "doctor":
+                self.examiner = Doctor(root, options.json)
+                self.examiner.options = {k: str(v) for k, v in vars(options.as_flat()).items() if k != "config"}
+            else:
+                self.ckpt_path = options.ckpt_path
+            self.start = find_start(self.ckpt_path, root)
             if self.start.checkpoint is not None:
                 self._set_defaults(self.start.checkpoint["hyper_parameters"])
                 self.config = parser.parse_args(args)
@@ -191,9 +225,13 @@ class _CommandLine(LightningCLI):
             super().instantiate_classes()
 
     def after_instantiate_classes(self) -> None:
-        self.report.before(self.trainer)
+        if self.examiner:
+            self.examiner.look_alone(self.trainer, self.model)
+        else:
+            self.report.before(self.trainer)
+        stage = "fit" if self.examiner else self.subcommand
         with user_mistakes():
-            rehearse(self.model, self.datamodule, self.trainer, self.start, self.subcommand)
+            rehearse(self.model, self.datamodule, self.trainer, self.start, stage)
         self.config_init[self.subcommand].ckpt_path = self.start.path
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -205,7 +243,11 @@ class _CommandLine(LightningCLI):
         self.best: ModelCheckpoint | None = None
         callbacks = [self.folder, *_listed(given.callbacks), self.report]
         last = None
-        if self.subcommand == "fit":
+        if self.examiner:
+            for name, value in _FEW_STEPS.items():
+                given[name] = value
+            callbacks, default_loggers = [self.examiner], True
+        elif self.subcommand == "fit":
             if self.datamodule.val_size == 0:
                 given.limit_val_batches = 0
             if given.enable_checkpointing is not False:
@@ -220,7 +262,7 @@ class _CommandLine(LightningCLI):
             callbacks.append(self.predictions)
         # What is stopped with nothing to keep, or with processes that cannot agree, ends at once.
         timeout = timedelta(seconds=self.config_init[self.subcommand].timeout)
-        is_watched = watch_ddp(given.strategy, timeout, self.stop.met)
+        is_watched = watch_ddp(given.strategy, timeout, self._met)
         self.stop.listen(last if is_watched and not given.fast_dev_run else None)
         callbacks.append(self.stop)
         bar = progress_bar() if given.enable_progress_bar is not False else None
@@ -232,6 +274,11 @@ class _CommandLine(LightningCLI):
             logger=False if default_loggers else given.logger,
             **kwargs,
         )
+
+    def _met(self, peers: Peers) -> None:
+        self.stop.met(peers)
+        if self.examiner:
+            self.examiner.met(peers)
 
     def before_fit(self) -> None:
         """End at once where the run to continue is finished."""
@@ -279,9 +326,9 @@ class _SaveConfig(SaveConfigCallback):
     """Saves the whole config to the run's folder."""
 
     def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        folder = next(callback for callback in trainer.callbacks if isinstance(callback, RunFolder)).path
-        if folder is not None:
-            self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True)
+        for callback in trainer.callbacks:
+            if isinstance(callback, RunFolder) and callback.path is not None:
+                self.parser.save(self.config, callback.path / "config.yaml", skip_none=False, overwrite=True)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lit_mnist.errors import RunError, UserError, complain, is_lightnings, one_line
+from lit_mnist.errors import FinishedError, RunError, UserError, complain, is_lightnings, one_line
 from lit_mnist.preemption import STOPPED, StopOnRequest, StoppedError, requeue
 from lit_mnist.report import shown
 from lit_mnist.strategy import is_of_another_rank
@@ -40,6 +40,8 @@ def run_to_its_end(stop: StopOnRequest, command: Callable[[], object], is_own_pr
             status = 0
         except StoppedError as stopped:
             status = _stopped(stop, f"{stopped}")
+        except FinishedError as finished:
+            status = finished.status
         status = stop.peers.leave(status)
     except Exception as error:
         status = _failed(stop, error)

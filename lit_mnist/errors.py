@@ -15,6 +15,18 @@ class RunError(RuntimeError):
     """The run cannot go on, and one line says why (a full disk, a damaged file). Exit status 1."""
 
 
+class FinishedError(Exception):
+    """The command has come to its end, and has said all there is to say.
+
+    Args:
+        status: Exit status.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"exit status {status}")
+        self.status = status
+
+
 def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr; nothing, if the message is empty."""
     if message:

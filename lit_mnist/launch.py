@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Launch:
         gpus: GPUs that torch can use on this machine.
         cores: CPU cores this process may use.
         is_repeatable: Whether its command can be started again, for other devices: it is a file or a module.
+        interfaces: Names of this host's network interfaces.
         environ: The environment variables.
     """
 
@@ -41,6 +43,7 @@ class Launch:
     gpus: int
     cores: int
     is_repeatable: bool
+    interfaces: tuple[str, ...]
     environ: Mapping[str, str]
 
     @property
@@ -75,6 +78,7 @@ def describe(trainer: Trainer) -> Launch:
         gpus=torch.cuda.device_count(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         is_repeatable=sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
         environ=os.environ,
     )
 
@@ -231,6 +235,21 @@ def _world_size(launch: Launch) -> Finding | None:
     return Finding(f"WORLD_SIZE={promised}, but this run is {launch.world_size} process(es): {remedy}")
 
 
+def _network_interface(launch: Launch) -> Finding | None:
+    name = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}.get(launch.backend or "", "")
+    wanted = launch.environ.get(name, "")
+    if not wanted or wanted.startswith("^"):  # all but these
+        return None
+    is_there = str.startswith if launch.backend == "nccl" and not wanted.startswith("=") else str.__eq__
+    names = wanted.removeprefix("=").split(",")
+    if any(is_there(there, part) for there in launch.interfaces for part in names):
+        return None
+    return Finding(
+        f"{name}={wanted}, but {socket.gethostname()} has {', '.join(launch.interfaces)}: give one, or unset it",
+        is_fatal=True,
+    )
+
+
 def _idle_gpus(launch: Launch) -> Finding | None:
     used = launch.devices if launch.accelerator == "cuda" else 0
     if launch.gpus > used:
@@ -257,6 +276,7 @@ CHECKS: tuple[Callable[[Launch], Finding | None], ...] = (
     _repeated_command,
     _torchruns,
     _world_size,
+    _network_interface,
     _idle_gpus,
     _crowded_cores,
 )

@@ -10,6 +10,7 @@ The desk also finds the point at which all ranks stop on request. Every rank cou
 these counts: there all of them stop. So the ranks agree without a collective, and a step costs a lock and an addition.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -297,7 +298,18 @@ def _connect(me: Member, meeting: Meeting) -> Wire:
                 if wire.is_welcome(min(5.0, left)):
                     return wire
                 reason = "what answers there is not this run's rank 0"
+            except TimeoutError:
+                reason = "timed out: a firewall may drop what is sent there"
             except OSError as error:
-                reason = error.strerror or str(error) or "no answer"
+                reason = f"{_itself(address[0])}{error.strerror or error or 'no answer'}"
         time.sleep(min(0.2, left))
     raise RunError(f"{me} could not reach {where} within {meeting.bound:g} s ({reason}): {UNMET}")
+
+
+def _itself(host: str) -> str:
+    """Says so, where a name means the host that asks for it, by its loopback interface; else empty."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+        if address.startswith("127."):
+            return f"{address} there, which is {socket.gethostname()} itself: "
+    return ""

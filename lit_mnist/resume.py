@@ -171,7 +171,7 @@ class RunFolder(Callback):
         assert self.path
         if trainer.world_size == 1:
             return
-        found = _appears(self.path / "lock")
+        found = appears(self.path / "lock")
         hosts: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(hosts, None if found else socket.gethostname())
         if any(hosts):
@@ -197,7 +197,7 @@ class RunFolder(Callback):
         self._lock = lock  # open as long as this process lives
 
 
-def _appears(path: Path) -> bool:
+def appears(path: Path) -> bool:
     """Whether a file that another host made is seen here, at the latest when NFS has looked again."""
     deadline = time.monotonic() + _NFS_LOOKS_AGAIN
     while not path.exists():
