@@ -8,7 +8,7 @@ fit: .venv/installed  ## train ToyModel on MNIST with the seed's recipe, and tes
 	$(BIN)/lit-mnist fit --config configs/mnist.yaml
 
 test: .venv/installed  ## all but the long repetitions
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3  # for two cores: a thread each, and some tests wait
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4  # for two cores: a thread each, and many tests wait
 
 test-slow: .venv/installed  ## the long repetitions
 	$(BIN)/pytest -m slow

@@ -49,6 +49,7 @@ class Case:
         launch: What the run uses, and what the process finds around it.
         ranks: The facts of each process, in order; before they have met, of this one.
         roll: Who they are and by which address they came; empty for one process.
+        masters: How each process resolves the name of rank 0's host.
         params: Parameters of the model.
         configs: The options of each process, by key.
         seen: For each process whether it sees in its folder of runs what rank 0 wrote there.
@@ -60,6 +61,7 @@ class Case:
     launch: Launch
     ranks: list[Facts]
     roll: list[Member] = field(default_factory=list)
+    masters: list[str] = field(default_factory=list)
     params: int = 0
     configs: list[dict[str, str]] = field(default_factory=list)
     seen: list[bool] = field(default_factory=list)
@@ -163,8 +165,12 @@ def _data(case: Case) -> Found:
 
 def _met(case: Case) -> Iterator[Line]:
     if case.roll:
-        came = [f"rank {m.rank} ({m.host}, {m.address})" for m in case.roll]
-        yield Line("meeting", OK, f"{_few(came)} in {case.meeting_s:.1f} s")
+        came = [
+            f"rank {m.rank} ({m.host}, {m.address} by {facts.interfaces.get(m.address, 'another interface')})"
+            for m, facts in zip(case.roll, case.ranks, strict=True)
+        ]
+        to = " or ".join(dict.fromkeys(case.masters))
+        yield Line("meeting", OK, f"{_few(came)} in {case.meeting_s:.1f} s, at {to}")
         yield Line("process group", OK, f"{case.launch.backend}, up in {case.group_s:.1f} s")
 
 

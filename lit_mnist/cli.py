@@ -31,7 +31,9 @@ from lit_mnist.resume import RunFolder, Start, find_start, is_finished
 from lit_mnist.signals import StopRequests
 from lit_mnist.strategy import require_processes_of_their_own, watch_ddp
 from lit_mnist.surroundings import require_numbers
+from lit_mnist.wire import age
 
+_LEAST_WAIT = 5.0  # seconds
 _LONGEST_WAIT = 1_000_000  # seconds: eleven days
 # The short training of the doctor: it ends by itself, keeps nothing, and makes plain steps.
 _FEW_STEPS = {
@@ -163,11 +165,14 @@ class _CommandLine(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.subparsers.append(parser)
         parser.add_class_arguments(LastCheckpoint, "checkpoint")
+        is_doctors = list(self.subcommands())[len(self.subparsers) - 1] == "doctor"
         parser.add_argument(
             "--timeout",
             type=float,
-            default=60.0 if list(self.subcommands())[len(self.subparsers) - 1] == "doctor" else 120.0,
-            help="Seconds after which a wait for another process of the run is given up: to meet at the start, to give "
+            default=60.0 if is_doctors else 120.0,
+            help="Seconds since the start after which the answer is there, whatever the other processes do."
+            if is_doctors
+            else "Seconds after which a wait for another process of the run is given up: to meet at the start, to give "
             "a sign of life, to come to a collective. To be above the longest that one may let the others wait, as by "
             "writing a large checkpoint.",
         )
@@ -261,7 +266,10 @@ class _CommandLine(LightningCLI):
             self.predictions = PredictionWriter(self.folder)
             callbacks.append(self.predictions)
         # What is stopped with nothing to keep, or with processes that cannot agree, ends at once.
-        timeout = timedelta(seconds=self.config_init[self.subcommand].timeout)
+        seconds = self.config_init[self.subcommand].timeout
+        if self.examiner:  # who waits for an answer, not for a part of it
+            seconds = max(_LEAST_WAIT, round(seconds - age()))
+        timeout = timedelta(seconds=seconds)
         is_watched = watch_ddp(given.strategy, timeout, self._met)
         self.stop.listen(last if is_watched and not given.fast_dev_run else None)
         callbacks.append(self.stop)

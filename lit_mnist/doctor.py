@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from lit_mnist.examination import examine
 from lit_mnist.module import LitMNIST
 from lit_mnist.peers import Peers
 from lit_mnist.resume import appears
-from lit_mnist.surroundings import is_rank_0
+from lit_mnist.surroundings import is_first_of_host, is_rank_0
 
 _TRAINING_S = 2.0  # seconds that the short training may last, about
 _STEPS = 5, 50  # at least and at most
@@ -44,9 +45,14 @@ class Doctor(Callback):
     Args:
         root: The folder of runs.
         file: Where all that is known is written to, as JSON; None: nowhere.
+
+    Raises:
+        UserError: If its folder cannot be written to.
     """
 
     def __init__(self, root: Path, file: Path | None) -> None:
+        if file is not None and not os.access(file.parent, os.W_OK):
+            raise UserError(f"json={file} cannot be written: {file.parent} is no folder that can be written to")
         self.root = root
         self.file = file
         self.console = Console(highlight=False)
@@ -80,10 +86,12 @@ class Doctor(Callback):
         run = launch.describe(trainer)
         self.case = Case(run, [self.facts], params=sum(p.numel() for p in model.parameters()))
         lines = look(ALONE, self.case)
+        is_vain = any(finding.is_fatal for finding in launch.findings(run))
         if is_rank_0(os.environ):
             self._say(lines)
-        if any(finding.is_fatal for finding in launch.findings(run)):
-            self._say([] if is_rank_0(os.environ) else lines)
+        elif is_vain and is_first_of_host(os.environ):
+            self._say([line for line in lines if line.state == FAIL])
+        if is_vain:
             raise FinishedError(1)
 
     def met(self, peers: Peers) -> None:
@@ -108,8 +116,8 @@ class Doctor(Callback):
             case.roll, case.meeting_s = self.peers.roll, self._met_at - self._since
             case.group_s = time.monotonic() - self._met_at
         case.seen = _gathered(trainer, self._sees_folder(trainer))
-        known = _gathered(trainer, (self.facts, self.options))
-        case.ranks, case.configs = [facts for facts, _ in known], [options for _, options in known]
+        known = _gathered(trainer, (self.facts, self.options, _master(trainer)))
+        case.ranks, case.configs, case.masters = map(list, zip(*known, strict=True))
         if trainer.is_global_zero:
             self._say(self._of_others(case))
             self._say(look(TOGETHER, case))
@@ -208,7 +216,7 @@ class Doctor(Callback):
             if line.remedy:
                 self.console.print(f"{'':<23}", f"[bold]{escape(line.remedy)}[/]", soft_wrap=True)
         self.lines += lines
-        if self.file and lines:
+        if self.file and lines and is_rank_0(os.environ):
             self._write(self.file)
 
     def _write(self, file: Path) -> None:
@@ -242,6 +250,18 @@ class _Examined(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         return self.data.train_dataloader()
+
+
+def _master(trainer: Trainer) -> str:
+    """The name of rank 0's host, and the address it has here; empty for one process."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None:
+        return ""
+    name = environment.main_address
+    try:
+        return f"{name} = {socket.gethostbyname(name)}"
+    except OSError:
+        return f"{name}, which has no address here"
 
 
 def _gathered(trainer: Trainer, value: T) -> list[T]:

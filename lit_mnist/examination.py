@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lit_mnist.errors import RunError
+from lit_mnist.hosts import interfaces
 from lit_mnist.sources import load_mnist
 
 PACKAGES = "lit-mnist", "torch", "torchvision", "lightning", "torchmetrics", "numpy"
@@ -43,7 +44,7 @@ class Facts:
         locked_memory: Limit of locked memory in bytes; None: no limit.
         shared_memory: Bytes free in /dev/shm; None: there is none.
         variables: Those of the environment that launchers and collectives read.
-        interfaces: Names of the network interfaces.
+        interfaces: Names of the network interfaces, by IPv4 address.
         folder: The folder of runs.
         folder_problem: Why nothing can be written there; empty: it can.
         folder_free: Bytes free there.
@@ -62,7 +63,7 @@ class Facts:
     locked_memory: int | None
     shared_memory: int | None
     variables: dict[str, str]
-    interfaces: list[str]
+    interfaces: dict[str, str]
     folder: str
     folder_problem: str
     folder_free: int
@@ -93,7 +94,7 @@ def examine(root: Path, environ: Mapping[str, str]) -> Facts:
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
         shared_memory=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         variables={n: environ[n] for n in sorted(environ) if n in _NAMES or n.startswith(_PREFIXES)},
-        interfaces=[name for _, name in socket.if_nameindex()],
+        interfaces=interfaces(),
         folder=str(root.resolve()),
         folder_problem=folder_problem,
         folder_free=free,

@@ -38,8 +38,13 @@ def facts(devices: int, backend: str | None) -> dict[str, Any]:
         "devices": devices,
         "name": address or "nothing",
         "unreachable": backend == "gloo" and not interface and (not address or address.startswith("127.")),
-        "interfaces": {_address_of(interface): interface for _, interface in socket.if_nameindex()},
+        "interfaces": interfaces(),
     }
+
+
+def interfaces() -> dict[str, str]:
+    """Names of this host's network interfaces, by IPv4 address; empty: those that have none."""
+    return {_address_of(interface): interface for _, interface in socket.if_nameindex()}
 
 
 def differences(members: Sequence[Member]) -> str | None:

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def compute_alone(model: LitMNIST, images: Tensor, labels: Tensor) -> float:
     """
     device = model.device
     copied = twin(model).eval()
-    optimizer = _optimizer(copied)
+    optimizer, _ = _optimizer_of(copied)
     batch = Batch(images, labels, torch.arange(len(labels)), 1 / len(labels)).to(device)
     times: list[float] = []
     deadline = time.perf_counter() + _SECONDS
@@ -155,9 +156,11 @@ def repeat_alone(model: LitMNIST, batches: list[Batch]) -> LitMNIST:
         batches: Whole global batches.
     """
     model.eval()
-    optimizer = _optimizer(model)
+    optimizer, schedule = _optimizer_of(model)
     for batch in batches:
         _step(model, optimizer, batch.to(model.device))
+        if schedule:
+            schedule.step()
     return model
 
 
@@ -175,13 +178,16 @@ def largest_difference(one: LitMNIST, other: LitMNIST) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
-def _optimizer(model: LitMNIST) -> torch.optim.Optimizer:
-    made = model.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    assert isinstance(made, torch.optim.Optimizer)
-    return made
+def _optimizer_of(model: LitMNIST) -> tuple[Any, Any]:
+    """A new one, and the schedule that advances with its steps, if there is one."""
+    made = model.configure_optimizers()
+    if not isinstance(made, dict):
+        return made, None
+    schedule = made["lr_scheduler"]
+    return made["optimizer"], schedule["scheduler"] if schedule["interval"] == "step" else None
 
 
-def _step(model: LitMNIST, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+def _step(model: LitMNIST, optimizer: Any, batch: Batch) -> None:
     optimizer.zero_grad()
     model.training_step(batch, 0).backward()
     optimizer.step()

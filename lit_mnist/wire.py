@@ -172,6 +172,12 @@ def started_at(pid: int) -> int:
         return 0
 
 
+def age() -> float:
+    """Seconds since this process started; 0 where that cannot be known."""
+    started = started_at(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK") if started else 0.0
+
+
 def is_alive(member: Member) -> bool:
     """Whether a process of this host has not ended; False where that cannot be known."""
     return member.started != 0 and started_at(member.pid) == member.started

@@ -18,7 +18,7 @@ from lit_mnist.measure import Measured
 from tests.conftest import CONFIGS, Command, start
 
 ONE = ("doctor", "--trainer.accelerator", "cpu", "--trainer.devices", "1")
-TWO = (*ONE[:-1], "2", "--timeout", "30")
+TWO = (*ONE[:-1], "2", "--timeout", "120")
 
 
 class SlowAndDrawing(nn.Module):
@@ -55,6 +55,17 @@ def test_one_process(command: Command) -> None:
     assert report["status"] == 0
     assert report["measured"]["difference"] <= 1e-6
     assert [line["check"] for line in report["lines"]] == list(found)
+
+
+def test_a_schedule_of_steps_is_followed(command: Command) -> None:
+    schedule = ("--model.lr_scheduler", "torch.optim.lr_scheduler.ExponentialLR", "--model.lr_scheduler.gamma", "0.5")
+    found = lines_of(command(*ONE, *schedule, "--model.lr_interval", "step", "--model.optimizer.lr", "0.01"))
+    assert found["training"][0] == "ok", found
+
+
+def test_a_report_that_cannot_be_written(refused: Command) -> None:
+    line = refused(*ONE, "--json", "nowhere/found.json")
+    assert line == "2 json=nowhere/found.json cannot be written: nowhere is no folder that can be written to"
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -155,7 +166,7 @@ FACTS = Facts(
     locked_memory=None,
     shared_memory=1 << 30,
     variables={},
-    interfaces=["lo", "eth0"],
+    interfaces={"127.0.0.1": "lo", "10.0.0.1": "eth0"},
     folder="/runs",
     folder_problem="",
     folder_free=1 << 30,

@@ -10,8 +10,7 @@ import lit_mnist
 from tests.cluster.conftest import Lab, Started
 from tests.test_doctor import lines_of
 
-BOUND = 12.0
-START = 60.0  # seconds in which a process imports and comes to its first words, on a machine that is busy
+BOUND = 40.0  # seconds, half of which processes may need for their start, on a machine that is busy
 OPTIONS = ("--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.num_nodes", "2")
 RUN = ("doctor", *OPTIONS, "--trainer.devices", "1", "--timeout", f"{BOUND:g}")
 
@@ -24,9 +23,9 @@ def by_hand(lab: Lab, node: int, *options: str, master: str = "node1", **env: st
 
 def both(lab: Lab) -> dict[str, tuple[str, str]]:
     """What the first host says of the two; none takes longer than it may."""
-    processes = [by_hand(lab, node) for node in (1, 2)]
+    processes = [by_hand(lab, node, "--timeout", "120") for node in (1, 2)]
     since = time.monotonic()
-    statuses = [process.end(BOUND + START) for process in processes]
+    statuses = [process.end(130) for process in processes]
     found = lines_of(processes[0].text)
     print(f"{time.monotonic() - since:.1f} s", processes[0].text, processes[1].text)
     assert statuses == [int(any(state == "fail" for state, _ in found.values()))] * 2
@@ -36,7 +35,9 @@ def both(lab: Lab) -> dict[str, tuple[str, str]]:
 def is_well(found: dict[str, tuple[str, str]], text: str) -> None:
     assert {state for state, _ in found.values()} <= {"ok", "warning"}, text
     assert {"meeting", "process group", "all the same", "all-reduce", "training", "efficiency"} <= set(found), text
-    assert re.search(r"rank 0 \(node1, 10.77.0.11\), .*rank \d \(node2, 10.77.0.12\)", found["meeting"][1]), text
+    assert re.search(
+        r"rank 0 \(node1, 10.77.0.11 by eth0\), .*rank \d \(node2, 10.77.0.12 by eth0\)", found["meeting"][1]
+    ), text
     assert "figures of this network" in found["efficiency"][1]
 
 
@@ -48,10 +49,10 @@ def test_by_hand(lab: Lab) -> None:
 def test_under_a_launcher(launcher: str, lab: Lab) -> None:
     if launcher == "srun":
         srun = ("srun", "--nodes=2", "--ntasks-per-node=2", f"--chdir={lab.folder}", "lit-mnist", "doctor")
-        text = lab.slurm(*srun, *OPTIONS, "--trainer.devices", "2", "--timeout", "30")
+        text = lab.slurm(*srun, *OPTIONS, "--trainer.devices", "2", "--timeout", "120")
     else:
         ranks = ("torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "node1", "-m", "lit_mnist")
-        options = ("doctor", *OPTIONS, "--trainer.devices", "2", "--timeout", "30")
+        options = ("doctor", *OPTIONS, "--trainer.devices", "2", "--timeout", "120")
         hosts = [
             lab.start(node, *ranks[:3], "--node-rank", str(node - 1), *ranks[3:], *options, cwd=lab.folder)
             for node in (1, 2)
@@ -65,22 +66,25 @@ def test_under_a_launcher(launcher: str, lab: Lab) -> None:
 
 def test_a_host_that_is_missing(lab: Lab) -> None:
     one = by_hand(lab, 1)
-    assert one.end(BOUND + START) == 1
+    assert one.end(BOUND + 10) == 1
     state, value = lines_of(one.text)["launch"]
     assert state == "fail"
-    assert re.match(r"rank 1 \(node rank 1\) did not come, rank 0 \(node1, process \d+\) came within 12 s", value)
+    assert re.match(r"rank 1 \(node rank 1\) did not come, rank 0 \(node1, process \d+\) came within [0-9.]+ s", value)
 
 
 @pytest.mark.parametrize(
     ("master", "reason"),
-    [("ctl", "Connection refused"), ("localhost", r"127.0.0.1 there, which is node2 itself: Connection refused")],
+    [
+        pytest.param("ctl", "Connection refused", marks=pytest.mark.slow),
+        ("localhost", r"127.0.0.1 there, which is node2 itself: Connection refused"),
+    ],
 )
 def test_a_wrong_master(master: str, reason: str, lab: Lab) -> None:
     two = by_hand(lab, 2, master=master)
-    assert two.end(BOUND + START) == 1
+    assert two.end(BOUND + 10) == 1
     value = lines_of(two.text)["launch"][1]
     assert re.match(
-        rf"rank 1 \(node2, .*\) could not reach rank 0 at {master}:29500 within 12 s \({reason}\)", value
+        rf"rank 1 \(node2, .*\) could not reach rank 0 at {master}:29500 within [0-9.]+ s \({reason}\)", value
     ), value
 
 
@@ -108,11 +112,11 @@ def test_a_firewall_that_drops(lab: Lab) -> None:
         "permanent",
     )
     two = by_hand(lab, 2)
-    assert two.end(BOUND + START) == 1
+    assert two.end(BOUND + 10) == 1
     value = lines_of(two.text)["launch"][1]
-    assert re.search(r"could not reach rank 0 at node1:29500 within 12 s \(timed out: a firewall may drop", value), (
-        value
-    )
+    assert re.search(
+        r"could not reach rank 0 at node1:29500 within [0-9.]+ s \(timed out: a firewall may drop", value
+    ), value
 
 
 def test_all_that_is_wrong_with_a_host_is_said_at_once(lab: Lab, tmp_path: Path) -> None:
@@ -130,8 +134,10 @@ def test_all_that_is_wrong_with_a_host_is_said_at_once(lab: Lab, tmp_path: Path)
     runs.mkdir()
     lab.do("on", "2", "mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(runs))
 
-    one = by_hand(lab, 1)
-    two = by_hand(lab, 2, "--data.split_seed", "3", PYTHONPATH=f"{tmp_path}:{lab.environ['PYTHONPATH']}")
+    one = by_hand(lab, 1, "--timeout", "120")
+    two = by_hand(
+        lab, 2, "--timeout", "120", "--data.split_seed", "3", PYTHONPATH=f"{tmp_path}:{lab.environ['PYTHONPATH']}"
+    )
     assert [one.end(), two.end()] == [1, 1], one.text + two.text
     found = lines_of(one.text)
     assert found["same versions"][0] == "fail"
