@@ -28,6 +28,7 @@ from lit_mnist.module import LitMNIST
 from lit_mnist.peers import Peers
 from lit_mnist.resume import appears
 from lit_mnist.surroundings import is_first_of_host, is_rank_0
+from lit_mnist.wire import LOOK_CLOSER
 
 _TRAINING_S = 2.0  # seconds that the short training may last, about
 _STEPS = 5, 50  # at least and at most
@@ -77,8 +78,8 @@ class Doctor(Callback):
 
     def refuse(self, error: Exception) -> NoReturn:
         """Say that the launch cannot begin, or that the ranks could not come together, and end."""
-        if str(error):  # its remedy is in it; empty: another rank of this host says it
-            self._say([Line("launch", FAIL, str(error))])
+        if str(error) and is_first_of_host(os.environ):  # its remedy is in it; empty: another rank says it
+            self._say([Line("launch", FAIL, str(error).removesuffix(LOOK_CLOSER))])
         raise FinishedError(1)
 
     def look_alone(self, trainer: Trainer, model: LitMNIST) -> None:

@@ -14,7 +14,11 @@ from typing import Any
 
 TICK = 1.0  # seconds between two signs of life
 GRACE = 3.0  # seconds for a rank to say why it fails, once another's collective has failed; the dead need no time
-UNMET = "were all hosts started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other there?"
+LOOK_CLOSER = " `lit-mnist doctor` in place of the command looks closer"
+UNMET = (
+    "were all hosts started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other there?"
+    + LOOK_CLOSER
+)
 
 
 @dataclass(frozen=True)

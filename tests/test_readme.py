@@ -58,6 +58,7 @@ def test_there_are_commands_for_every_subcommand() -> None:
         "validate",
         "test",
         "predict",
+        "doctor",
     }
 
 
