@@ -1,5 +1,6 @@
 """Every file in configs/ is run, the GPU one as far as a machine without a GPU can."""
 
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ def description(**changes: Any) -> launch.Launch:
         "gpus": 0,
         "cores": 2,
         "is_repeatable": True,
+        "interfaces": ("lo", "eth0"),
         "environ": {},
     }
     return launch.Launch(**{**base, **changes})
@@ -159,6 +161,20 @@ def test_warns_where_the_surroundings_promise_more(changes: dict[str, Any], warn
             "of the first one and NODE_RANK from 0, or start with srun or torchrun",
         ),
         (
+            {"devices": 2, "backend": "gloo", "environ": {"GLOO_SOCKET_IFNAME": "ib0,eth1"}},
+            f"GLOO_SOCKET_IFNAME=ib0,eth1, but {socket.gethostname()} has lo, eth0: give one, or unset it",
+        ),
+        (
+            {
+                "devices": 2,
+                "backend": "nccl",
+                "gpus": 2,
+                "accelerator": "cuda",
+                "environ": {"NCCL_SOCKET_IFNAME": "=eth"},
+            },
+            f"NCCL_SOCKET_IFNAME==eth, but {socket.gethostname()} has lo, eth0: give one, or unset it",
+        ),
+        (
             {"devices": 2, "is_repeatable": False},
             "trainer.devices=2, but what runs here (`python -c`, standard input) cannot be started again for the other "
             "processes: put it into a file",
@@ -202,6 +218,9 @@ def test_refuses_what_is_no_number(name: str, value: str, wanted: str) -> None:
     [
         {},
         {"is_repeatable": False},
+        {"backend": "gloo", "environ": {"GLOO_SOCKET_IFNAME": "ib0,eth0"}},
+        {"backend": "nccl", "environ": {"NCCL_SOCKET_IFNAME": "eth"}},
+        {"backend": "nccl", "environ": {"NCCL_SOCKET_IFNAME": "^docker0"}},
         {**step(4, 2, "2(x2)"), "num_nodes": 2, "devices": 2},
         {"environ": {"SLURM_NTASKS": "2"}, "devices": 2},
         {"environ": {"WORLD_SIZE": "2"}, "devices": 2},

@@ -99,7 +99,7 @@ def test_a_stopped_run_leaves_no_process(received: signal.Signals, to: str, stat
         (signal.SIGTERM, "the other", 1, "ended by SIGTERM"),
         pytest.param(signal.SIGKILL, "the other", 1, "its connection closed without a word", marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, "the other", 1, "has given no sign of life for 20 s", marks=pytest.mark.slow),
-        (signal.SIGSTOP, "the first", -9, "has given no sign of life for 20 s"),
+        pytest.param(signal.SIGSTOP, "the first", -9, "has given no sign of life for 20 s", marks=pytest.mark.slow),
     ],
 )
 def test_an_evaluation_that_is_ended_leaves_no_process(
@@ -160,7 +160,7 @@ def test_a_process_that_is_frozen_before_the_ranks_have_met(tmp_path: Path) -> N
     assert "did not come" in command.errors[-1]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_output_that_takes_nothing(ranks: str, tmp_path: Path) -> None:
     run = ("-m", "lit_mnist", "validate", "--trainer.devices", ranks, "--data.eval_batch_size", "64")
     full = f"{sys.executable} {' '.join(run)} >/dev/full"

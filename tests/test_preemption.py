@@ -55,7 +55,7 @@ def signal_at(hook: str, step: int, rank: int) -> tuple[str, ...]:
         (1, "on_train_batch_end", 3, "step 3"),
         pytest.param(2, "on_train_batch_start", 9, r"step (9|10)", marks=pytest.mark.slow),
         (2, "on_validation_batch_end", 6, "step 6"),  # at its end
-        (1, "on_train_epoch_end", 18, "step 18"),
+        pytest.param(1, "on_train_epoch_end", 18, "step 18", marks=pytest.mark.slow),
         (1, "on_test_batch_start", 18, "the test"),
     ],
 )

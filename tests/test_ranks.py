@@ -21,7 +21,7 @@ def evaluated(stage: str, ranks: int, trained: Path, folder: Path, *options: str
     return folder / "runs" / "version_0"
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("stage", [pytest.param("validate", marks=pytest.mark.slow), "test"])
 def test_evaluation_does_not_depend_on_the_ranks(stage: str, trained: Path, tmp_path: Path) -> None:
     prefix = {"validate": "val", "test": "test"}[stage]
     found = []
@@ -38,7 +38,7 @@ def test_evaluation_does_not_depend_on_the_ranks(stage: str, trained: Path, tmp_
         assert several["loss"] == pytest.approx(one["loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("size", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_rank_may_have_no_sample_to_evaluate(size: int, trained: Path, tmp_path: Path) -> None:
     found = []
     for ranks in (1, 3):

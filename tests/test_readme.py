@@ -45,6 +45,8 @@ def test_a_command_works(line: str, folder: Path, command: Command, monkeypatch:
     elif "configs/ddp_cpu.yaml" in arguments:
         done = start(*arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
+    elif "doctor" in arguments:
+        assert "fail" not in command(*arguments)
     elif "last" in arguments:
         assert "is finished, at step 20" in command(*arguments)
     else:

@@ -23,6 +23,9 @@ ME = r"\(node1, process \d+\)"
 YOU = r"\(node2, process \d+\)"
 
 
+SLOW_FAULTS = ("KILL", 2), ("STOP", 1), ("exception", 1), ("exit", 1), ("exit", 2)
+
+
 def by_hand(lab: Lab, node: int, *options: str, master: str = "node1", rank: int | None = None) -> Started:
     """One host's command, as a person types it: MASTER_ADDR, MASTER_PORT and NODE_RANK, the same options on all."""
     rank = node - 1 if rank is None else rank
@@ -87,7 +90,7 @@ def test_the_first_host_never_starts(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("master", "reason"),
     [
-        ("ctl", "Connection refused"),
+        pytest.param("ctl", "Connection refused", marks=pytest.mark.slow),
         ("10.77.0.99", "No route to host|a firewall may drop what is sent there"),
         ("localhost", "Connection refused"),
         pytest.param("10.99.0.1", "Network is unreachable", marks=pytest.mark.slow),
@@ -105,7 +108,7 @@ def test_a_wrong_master_on_the_second_host(master: str, reason: str, lab: Lab) -
     assert re.fullmatch(found, last_error(two))
 
 
-@pytest.mark.parametrize("master", ["ctl", "nowhere"])
+@pytest.mark.parametrize("master", ["ctl", pytest.param("nowhere", marks=pytest.mark.slow)])
 def test_a_wrong_master_on_the_first_host(master: str, lab: Lab) -> None:
     one = by_hand(lab, 1, master=master)
     ends(one, time.monotonic(), START)
@@ -181,6 +184,7 @@ def test_a_name_that_is_loopback(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("lab", [(2, {"hosts": "debian"})], indirect=True)
+@pytest.mark.slow
 def test_its_remedy(lab: Lab) -> None:
     lab.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     both = by_hand(lab, 1), by_hand(lab, 2)
@@ -196,8 +200,15 @@ def test_a_run_folder_that_is_not_shared(lab: Lab) -> None:
         assert "made by rank 0, is not there on node2: put trainer.default_root_dir=" in last_error(process)
 
 
-@pytest.mark.parametrize("node", [1, 2])
-@pytest.mark.parametrize("how", ["KILL", "STOP", "exception", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "node"),
+    [
+        ("KILL", 1),
+        ("STOP", 2),
+        ("exception", 2),
+        *(pytest.param(how, node, marks=pytest.mark.slow) for how, node in SLOW_FAULTS),
+    ],
+)
 def test_a_rank_that_fails(how: str, node: int, lab: Lab) -> None:
     rank, other, who = node - 1, 3 - node, ME if node == 1 else YOU
     fault = lab.folder / f"fault.{rank}"
@@ -234,7 +245,7 @@ def test_a_rank_that_fails(how: str, node: int, lab: Lab) -> None:
     assert nothing_is_left(lab, 1, 2), other
 
 
-@pytest.mark.parametrize("node", [1, 2])
+@pytest.mark.parametrize("node", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["TERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("USR1", "INT"))])
 def test_a_request_to_one_rank_stops_all(how: str, node: int, lab: Lab) -> None:
     both = running(lab)

@@ -98,7 +98,7 @@ def test_worlds(lab: Lab, hosts: int, tasks: int, train_sbatch: Path, one_proces
     assert found["progress"] == one_process["progress"]
 
 
-@pytest.mark.parametrize("received", ["USR1", "TERM"])
+@pytest.mark.parametrize("received", ["TERM", pytest.param("USR1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lab", [(4, {})], indirect=True)
 def test_a_signal_moves_the_job_to_other_hosts(
     received: str, lab: Lab, train_sbatch: Path, uninterrupted: dict[str, Any]
