@@ -52,8 +52,8 @@ class Doctor(Callback):
     """
 
     def __init__(self, root: Path, file: Path | None) -> None:
-        if file is not None and not os.access(file.parent, os.W_OK):
-            raise UserError(f"json={file} cannot be written: {file.parent} is no folder that can be written to")
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise UserError(f"json={file} cannot be written: give a file in a folder that can be written to")
         self.root = root
         self.file = file
         self.console = Console(highlight=False)

@@ -123,7 +123,7 @@ def twin(model: LitMNIST) -> LitMNIST:
     """Another of the same weights, without the trainer."""
     network = copy.deepcopy(model.network)
     made = LitMNIST(network, model.optimizer, model.lr_scheduler, model.lr_interval, model.mean, model.std)
-    return made.to(model.device)
+    return made.to(device=model.device, dtype=model.dtype)
 
 
 def compute_alone(model: LitMNIST, images: Tensor, labels: Tensor) -> float:

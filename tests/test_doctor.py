@@ -63,9 +63,15 @@ def test_a_schedule_of_steps_is_followed(command: Command) -> None:
     assert found["training"][0] == "ok", found
 
 
-def test_a_report_that_cannot_be_written(refused: Command) -> None:
-    line = refused(*ONE, "--json", "nowhere/found.json")
-    assert line == "2 json=nowhere/found.json cannot be written: nowhere is no folder that can be written to"
+@pytest.mark.parametrize("file", ["nowhere/found.json", "/"])
+def test_a_report_that_cannot_be_written(file: str, refused: Command) -> None:
+    line = refused(*ONE, "--json", file)
+    assert line == f"2 json={file} cannot be written: give a file in a folder that can be written to"
+
+
+def test_numbers_of_few_bits(command: Command) -> None:
+    found = lines_of(command(*ONE, "--trainer.precision", "bf16-true"))
+    assert found["training"][0] == "ok", found
 
 
 def test_two_processes(tmp_path: Path) -> None:
