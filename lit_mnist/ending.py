@@ -15,9 +15,9 @@ from lit_mnist.preemption import STOPPED, StopOnRequest, StoppedError, requeue
 from lit_mnist.report import shown
 from lit_mnist.strategy import is_of_another_rank
 from lit_mnist.surroundings import is_first_of_host
-from lit_mnist.wire import GRACE
 
 _NOT_WRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EPIPE
+_LAUNCHER_ACTS = 20.0  # seconds that a launcher may take to end the other processes of a host once one has failed
 _NO_OUTPUT = "standard output cannot be written ({}): send it to a file"
 
 
@@ -76,7 +76,7 @@ def _stopped(stop: StopOnRequest, where: str) -> int:
 def _failed(stop: StopOnRequest, error: Exception) -> int:
     """Say why a run has failed, and tell the other ranks; the exit status."""
     status, line = _explained(error)
-    is_said_before = stop.peers.is_alone and not is_first_of_host(os.environ) and stop.requests.wait(GRACE)
+    is_said_before = stop.peers.is_alone and not is_first_of_host(os.environ) and stop.requests.wait(_LAUNCHER_ACTS)
     if line is not None and is_said_before:
         pass  # the first of the host has said the same, and the launcher ends the others for it
     elif line is not None:

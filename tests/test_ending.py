@@ -13,7 +13,7 @@ from lit_mnist.wire import started_at
 from tests.conftest import ENVIRONMENT
 from tests.test_resume import SHORT
 
-TWO = ("--trainer.devices", "2", "--timeout", "20")
+TWO = ("--trainer.devices", "2", "--timeout", "60")  # also the start has to fit into it
 SLOW = ("--trainer.callbacks+=tests.stops.Pace", "--trainer.callbacks.seconds")
 SCRIPT = Path(__file__).parent / "script.py"
 
@@ -63,7 +63,7 @@ class Command:
         listed = subprocess.run(["pgrep", "-g", str(self.process.pid)], capture_output=True, text=True).stdout.split()
         return [pid for pid in map(int, listed) if pid != self.process.pid and started_at(pid)]
 
-    def end(self, timeout: float = 60) -> int:
+    def end(self, timeout: float = 120) -> int:
         """Wait for the end of the first; no other must be left then."""
         try:
             status = self.process.wait(timeout)
@@ -98,8 +98,8 @@ def test_a_stopped_run_leaves_no_process(received: signal.Signals, to: str, stat
         pytest.param(signal.SIGTERM, "the first", 143, "", marks=pytest.mark.slow),
         (signal.SIGTERM, "the other", 1, "ended by SIGTERM"),
         pytest.param(signal.SIGKILL, "the other", 1, "its connection closed without a word", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, "the other", 1, "has given no sign of life for 20 s", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, "the first", -9, "has given no sign of life for 20 s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "the other", 1, "has given no sign of life for 60 s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "the first", -9, "has given no sign of life for 60 s", marks=pytest.mark.slow),
     ],
 )
 def test_an_evaluation_that_is_ended_leaves_no_process(
@@ -112,7 +112,7 @@ def test_an_evaluation_that_is_ended_leaves_no_process(
         ended = command.end()
         assert ended == status or (received == signal.SIGKILL and ended == -9), command.text  # Lightning may see it too
     else:  # it was killed by the other, which then ends itself
-        assert command.process.wait(60) == status, command.text
+        assert command.process.wait(120) == status, command.text
         time.sleep(3)
         assert command.end() == status
     assert len(command.errors) == bool(error), command.text
@@ -144,9 +144,9 @@ def test_a_process_that_cannot_end_after_the_command_has(how: str, tmp_path: Pat
         "--trainer.callbacks.rank",
         "1",
     )
-    command = Command.lit_mnist("validate", "--trainer.devices", "2", "--timeout", "12", *planted, cwd=tmp_path)
+    command = Command.lit_mnist("validate", "--trainer.devices", "2", "--timeout", "30", *planted, cwd=tmp_path)
     assert command.end() == (how == "STOP"), command.text
-    assert ("did not end within 12 s after the others, and is killed" in command.text) == (how == "STOP")
+    assert ("did not end within 30 s after the others, and is killed" in command.text) == (how == "STOP")
 
 
 def test_a_process_that_is_frozen_before_the_ranks_have_met(tmp_path: Path) -> None:
