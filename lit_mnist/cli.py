@@ -271,6 +271,8 @@ class _CommandLine(LightningCLI):
             seconds = max(_LEAST_WAIT, round(seconds - age()))
         timeout = timedelta(seconds=seconds)
         is_watched = watch_ddp(given.strategy, timeout, self._met)
+        if self.examiner and not is_watched:
+            raise UserError(f"trainer.strategy={given.strategy}: the doctor examines ddp: leave it out for the doctor")
         self.stop.listen(last if is_watched and not given.fast_dev_run else None)
         callbacks.append(self.stop)
         bar = progress_bar() if given.enable_progress_bar is not False else None

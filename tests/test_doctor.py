@@ -116,6 +116,7 @@ def test_two_processes(tmp_path: Path) -> None:
             "GLOO_SOCKET_IFNAME=ib7, but ",
         ),
         (("--model.network", "torch.nn.Identity"), {}, "launch", "fail", "model.network must map images"),
+        (("--trainer.strategy", "single_device"), {}, "launch", "fail", "=single_device: the doctor examines ddp"),
     ],
 )
 def test_a_planted_fault(

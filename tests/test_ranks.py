@@ -64,7 +64,7 @@ def test_predictions_do_not_depend_on_the_ranks(trained: Path, tmp_path: Path) -
     torch.testing.assert_close(*numbers, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", ["Lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_training_on_three_ranks_is_training_on_one(launcher: str, tmp_path: Path) -> None:
     """The same global batches: what is left is the order of the sums, in fp32 over 20 steps of Adam."""
     options = (*SMOKE, "--data.global_batch_size", "96", "--trainer.accelerator", "cpu")

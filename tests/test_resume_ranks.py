@@ -42,7 +42,10 @@ def samples(path: Path) -> dict[tuple[int, int], list[int]]:
     return {key: [i for index in ranks.values() for i in index] for key, ranks in seen.items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (2, 3)],
+)
 def test_going_on_with_other_ranks_sees_each_sample_once(before: int, after: int, tmp_path: Path) -> None:
     whole = start("fit", *GLOBAL, *sample_log(tmp_path / "whole"), "--trainer.devices", "1", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
