@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: fit test test-slow lint
+.PHONY: fit test test-slow lint bench
 
 fit: .venv/installed  ## train ToyModel on MNIST with the seed's recipe, and test it
 	$(BIN)/lit-mnist fit --config configs/mnist.yaml
@@ -17,6 +17,9 @@ lint: .venv/installed  ## style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+bench: .venv/installed  ## how fast each way of training is, side by side; half an hour
+	$(BIN)/python -m benchmarks.speed
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
