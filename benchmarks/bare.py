@@ -44,7 +44,7 @@ def train(rank: int, options: argparse.Namespace) -> None:
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch)).to(device)
         for global_batch in order.split(BATCH * world):
             mine = global_batch[len(global_batch) * rank // world : len(global_batch) * (rank + 1) // world]
-            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            loss = F.cross_entropy(model(images.index_select(0, mine)), labels.index_select(0, mine))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -27,7 +27,9 @@ class Batch:
     scale: float
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same batch on `device`; Lightning moves batches with this."""
+        """The same batch on `device`, itself where it is there already; Lightning moves batches with this."""
+        if self.images.device == torch.device(device):
+            return self
         return Batch(
             self.images.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),

@@ -25,6 +25,7 @@ from lit_mnist.module import LitMNIST
 from lit_mnist.peers import Peers
 from lit_mnist.predictions import PredictionWriter
 from lit_mnist.preemption import StopOnRequest
+from lit_mnist.profiling import NoProfiler
 from lit_mnist.rehearsal import rehearse
 from lit_mnist.report import Report, progress_bar
 from lit_mnist.resume import RunFolder, Start, find_start, is_finished
@@ -281,6 +282,7 @@ class _CommandLine(LightningCLI):
             plugins=[*_listed(given.plugins), *_listed(cluster_environment()), AtomicCheckpointIO()],
             enable_progress_bar=bar is not None,
             enable_checkpointing=True,
+            profiler=given.profiler or NoProfiler(),
             logger=False if default_loggers else given.logger,
             **kwargs,
         )

@@ -1,6 +1,7 @@
 """MNISTDataModule: the splits in memory and the loaders over them."""
 
 import os
+from collections.abc import Iterator
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -176,7 +177,13 @@ class MNISTDataModule(LightningDataModule):
 
 
 class _Loader(DataLoader[Batch]):
-    """A loader whose position the data module keeps: state of its own would be lost (Lightning issue 20550)."""
+    """A loader without workers, whose position the data module keeps: state of its own would be lost (Lightning 20550).
+
+    For `batch_size=None`.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # DataLoader's own has a profiler range a batch
+        return map(self.dataset.__getitem__, self.sampler)
 
     def state_dict(self) -> dict[str, int]:
         """Empty: it is here to tell Lightning that an epoch can be resumed inside."""

@@ -3,6 +3,7 @@
 import math
 import os
 from functools import partial
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -70,10 +71,17 @@ class LitMNIST(LightningModule):
         self.val_metrics = _Metrics()
         self.test_metrics = _Metrics()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As `nn.Module`, without the search for what a word could be: Lightning notes each hook's name, 40 a step."""
+        if type(value) in (str, NoneType) and name in self.__dict__:  # so it is no parameter, buffer or module
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of images (B, ...): uint8 pixels are normalised, floating point is taken as it is."""
         if images.dtype == torch.uint8:
-            images = (images.to(self.dtype) - 255 * self.mean) / (255 * self.std)
+            images = images.to(self.dtype).sub_(255 * self.mean).div_(255 * self.std)
         logits: Tensor = self.network(images)
         return logits
 
@@ -120,6 +128,10 @@ class LitMNIST(LightningModule):
 
     def on_train_start(self) -> None:
         """Let what was typed of the optimiser win over what a checkpoint restored."""
+        if self.device.type == "cpu":
+            # Lightning has torch ask NVML whether there is a GPU, and an optimiser asks at each step: where there is
+            # none, torch loads the library each time, a tenth of a step of a small model.
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
         for group in self.optimizers().param_groups:
             group.update({name: value for name, value in self._changed.items() if name in group})
         if self._plateau and self._plateau_state:

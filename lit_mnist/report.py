@@ -19,8 +19,8 @@ from lit_mnist.errors import UserError
 from lit_mnist.predictions import PredictionWriter
 from lit_mnist.resume import RunFolder, Start
 
-# Bars are redrawn every so many steps: each drawing costs as much as a step of a small model.
-_BAR_EVERY = 20
+# Drawing a bar costs as much as a step of a small model.
+_DRAWN_A_SECOND = 4
 _START = {True: "the beginning", False: "untrained weights; --ckpt_path gives trained ones"}
 
 
@@ -193,7 +193,23 @@ class Report(Callback):
 
 def progress_bar() -> ProgressBar | None:
     """The bar of a terminal; None where output goes to a file."""
-    return RichProgressBar(refresh_rate=_BAR_EVERY) if sys.stdout.isatty() else None
+    return _Bar(refresh_rate=_DRAWN_A_SECOND) if sys.stdout.isatty() else None
+
+
+class _Bar(RichProgressBar):
+    """Lightning's bar, which at each step gathers what it shows, but for steps that nobody could see."""
+
+    def __init__(self, refresh_rate: int) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._gathered_at = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        if now - self._gathered_at >= 1 / self.refresh_rate or batch_idx + 1 == self.total_train_batches:
+            self._gathered_at = now
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 def _data_rows(trainer: Trainer) -> dict[str, str]:

@@ -36,7 +36,7 @@ class WatchedDDP(DDPStrategy):
         timeout: The bound.
         on_met: Called with the connection to the other ranks as soon as all have met; it has to part from them. None:
             the strategy does so itself, when the process exits.
-        kwargs: Of `DDPStrategy`.
+        kwargs: Of `DDPStrategy`; `gradient_as_bucket_view` is True unless said otherwise.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class WatchedDDP(DDPStrategy):
         on_met: Callable[[Peers], None] | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs = {"gradient_as_bucket_view": True, **kwargs}  # spares a copy of the gradients a step
         super().__init__(timeout=timeout + _LONGER, **kwargs)
         self._bound = timeout
         self.on_met = on_met or self._part_at_exit

@@ -65,6 +65,7 @@ def test_a_batch_moves_as_a_whole() -> None:
     batch = Batch(torch.zeros(2, 28, 28), torch.zeros(2), torch.zeros(2), 0.5).to("meta")
     assert {batch.images.device.type, batch.labels.device.type, batch.index.device.type} == {"meta"}
     assert batch.scale == 0.5
+    assert batch.to(torch.device("meta")) is batch
 
 
 @pytest.mark.parametrize(

@@ -218,3 +218,15 @@ def test_refuses_another_format(number: object, tmp_path: Path) -> None:
     torch.save(checkpoint, path)
     with pytest.raises(UserError, match=f"has lit-mnist format {number}, and this version reads 1"):
         LitMNIST.load_from_checkpoint(path, weights_only=True)
+
+
+def test_attributes_are_those_of_nn_module() -> None:
+    """Words take a shorter way (`__setattr__`), and what is registered is not left behind by it."""
+    model = LitMNIST()
+    model.note = "a"
+    model.note = None
+    assert model.note is None
+    with pytest.raises(TypeError, match="cannot assign 'str'"):
+        model.network = "none"  # type: ignore[assignment]
+    model.network = None  # type: ignore[assignment]
+    assert not list(model.parameters())

@@ -85,3 +85,9 @@ def test_reloaded_loaders_give_the_same_order(seen: Callable[..., Epochs], tmp_p
     reloaded = seen("--trainer.reload_dataloaders_every_n_epochs", "1")
     (tmp_path / "log.0").unlink()
     assert reloaded == seen()
+
+
+def test_a_profiler_reports(command: Command, tmp_path: Path) -> None:
+    profiler = ("--trainer.profiler", "SimpleProfiler", "--trainer.profiler.dirpath", str(tmp_path))
+    command("fit", *SHORT, *profiler, "--trainer.profiler.filename", "profile")
+    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
